@@ -42,7 +42,7 @@ from magicdec.records.pass_record import (
     verifications_of,
 )
 from magicdec.records.reading import parse_line
-from magicdec.records.record import SCHEMA_VERSION, Status, commands_of, of_type
+from magicdec.records.record import SCHEMA_VERSION, Status, commands_of, records_of_type
 from magicdec.systems.modes import Pass
 from magicdec.systems.options import ServeOptions
 
@@ -466,7 +466,7 @@ def read(path: Path) -> str:
 def with_ratios(records: Sequence[Any]) -> list[Any]:
     """The records, in which served modes have their ratios to the first mode of their command."""
     changed = {}
-    for command in commands_of(of_type(records, PassRecord)):
+    for command in commands_of(records_of_type(records, PassRecord)):
         for record in command:
             metrics = record.metrics
             reference = reference_of(record, command)

@@ -52,8 +52,8 @@ def acceptance_record(
     counts = [counts_of(text) for text in accepted]
     cumulative = [cumulative_of_counts(text, gamma) for text in counts]
     drafted = [[gamma] * len(text) for text in counts]
-    of_draft = draft and ModelRecord(model=draft, random_weights=False, model_sha256=draft)
-    beside = {"prefix_len": context, "num_prompts": len(accepted), "draft": of_draft or None}
+    draft_model = draft and ModelRecord(model=draft, random_weights=False, model_sha256=draft)
+    beside = {"prefix_len": context, "num_prompts": len(accepted), "draft": draft_model or None}
     return AcceptanceRecord(
         config=config,
         environment=ENVIRONMENT,

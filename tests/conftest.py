@@ -310,10 +310,10 @@ def make_requests(
     sampling: SamplingSection = SamplingSection(),
     is_coupled: bool = False,
 ) -> list[Request]:
-    each = [num_new] * len(prompts) if isinstance(num_new, int) else list(num_new)
+    lengths = [num_new] * len(prompts) if isinstance(num_new, int) else list(num_new)
     return [
         Request(i, prompt, make_params(sampling, n, eos, i, is_coupled))
-        for i, (prompt, n) in enumerate(zip(prompts, each, strict=True))
+        for i, (prompt, n) in enumerate(zip(prompts, lengths, strict=True))
     ]
 
 

@@ -55,7 +55,9 @@ def check_metrics(record: PassRecord, command: Sequence[PassRecord] = ()) -> lis
 
 def check_command(command: Sequence[PassRecord]) -> list[str]:
     """The same of each pass of a command."""
-    return [f"{each.name}: {name}" for each in command for name in check_metrics(each, command)]
+    return [
+        f"{record.name}: {name}" for record in command for name in check_metrics(record, command)
+    ]
 
 
 def agrees(stated: Any, expected: Any) -> bool:
@@ -78,9 +80,9 @@ def lacks(stated: Any, expected: Any, key: Any, missing: Sequence[str]) -> bool:
     if ours is None or theirs is None:
         return ours is not theirs
     if isinstance(theirs, dict):
-        return any(lacks(ours, theirs, each, missing) for each in ours.keys() & theirs.keys())
+        return any(lacks(ours, theirs, shared, missing) for shared in ours.keys() & theirs.keys())
     if isinstance(theirs, list):
-        return any(lacks(ours, theirs, each, missing) for each in range(len(theirs)))
+        return any(lacks(ours, theirs, place, missing) for place in range(len(theirs)))
     return False
 
 
@@ -151,9 +153,9 @@ def check_steps(name: str, group: GroupRecord, requests: Sequence[RequestRecord]
     for number, request in enumerate(requests):
         check_verifications(f"{name}, request {number}", request, max(gammas, default=0))
     if all(gammas) and gammas:
-        counts = [len(each.per_step_drafted or ()) for each in requests]
+        counts = [len(measured.per_step_drafted or ()) for measured in requests]
     elif not any(gammas):
-        counts = [each.output_len - 1 for each in requests]
+        counts = [measured.output_len - 1 for measured in requests]
     else:
         return  # steps without drafts stand between others
     must_equal(f"{name}: steps", len(gammas), "steps of the longest row", max(counts))
@@ -169,16 +171,16 @@ def check_steps(name: str, group: GroupRecord, requests: Sequence[RequestRecord]
 
 def check_verifications(name: str, request: RequestRecord, gamma: int) -> None:
     steps: list[Verification] = request.verifications()
-    num_emitted = sum(each.emitted for each in steps)
+    num_emitted = sum(verification.emitted for verification in steps)
     must_not_exceed(f"{name}: emitted tokens", num_emitted, "its tokens", request.output_len - 1)
-    for step, each in enumerate(steps):
+    for step, verification in enumerate(steps):
         is_last = step == len(steps) - 1  # maybe the end of the request
-        is_right = 0 <= each.accepted <= each.drafted <= gamma
-        is_right &= 1 <= each.emitted <= each.accepted + 1
-        if not is_right or (each.emitted != each.accepted + 1 and not is_last):
+        is_right = 0 <= verification.accepted <= verification.drafted <= gamma
+        is_right &= 1 <= verification.emitted <= verification.accepted + 1
+        if not is_right or (verification.emitted != verification.accepted + 1 and not is_last):
             raise AssertionError(
-                f"{name}, verification {step}: gamma {gamma}, drafted {each.drafted}, accepted "
-                f"{each.accepted}, emitted {each.emitted}"
+                f"{name}, verification {step}: gamma {gamma}, drafted {verification.drafted}, "
+                f"accepted {verification.accepted}, emitted {verification.emitted}"
             )
 
 
@@ -190,8 +192,8 @@ def check_phases(name: str, group: GroupRecord) -> None:
     gammas = group.step_max_gamma or [0] * len(group.step_ms)
     num_drafting = sum(gamma > 0 for gamma in gammas)
     for key, times in phases.items():
-        of_kind = len(gammas) - num_drafting if key == "decode_ms" else num_drafting
-        must_equal(f"{name}: times in {key}", len(times), "steps that have it", of_kind)
+        num_expected = len(gammas) - num_drafting if key == "decode_ms" else num_drafting
+        must_equal(f"{name}: times in {key}", len(times), "steps that have it", num_expected)
     draft, verify, decode = map(iter, phases.values())
     for step, (ms, gamma) in enumerate(zip(group.step_ms, gammas, strict=True)):
         phases_ms = next(draft) + next(verify) if gamma else next(decode)

@@ -52,16 +52,16 @@ def speculate(
 ) -> Speculated:
     """Decode random prompts of `lengths` tokens by the baseline and by speculation, and assert that
     both emit the same tokens, as many as asked for. `draft` is the model of a standalone draft."""
-    each = [num_new] * len(lengths) if isinstance(num_new, int) else list(num_new)
-    size = len(lengths), max(lengths) + max(each) + gamma
+    counts = [num_new] * len(lengths) if isinstance(num_new, int) else list(num_new)
+    size = len(lengths), max(lengths) + max(counts) + gamma
     runner = make_runner(model, *size, backend())
     made = None
     if draft is not None:
         made = make_draft(draft, kv, *size, backend(), draft_chunk, block_size, max(8, gamma))
     prompts = random_prompts(lengths, model.config.vocab_size, seed)
-    requests = make_requests(prompts, each, sampling=sampling)
+    requests = make_requests(prompts, counts, sampling=sampling)
     drafter = "self" if draft is None else "model"
     baseline, tokens, accepted = decode_both(runner, requests, kv, gamma, chunk, drafter, made)
     assert tokens == baseline
-    assert [len(row) for row in tokens] == each
+    assert [len(row) for row in tokens] == counts
     return Speculated(tokens, accepted, gamma, runner, made)

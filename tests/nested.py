@@ -21,11 +21,11 @@ def add_tensors(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
         found.append(value)
     elif isinstance(value, CONTAINERS):
-        for each in value.values() if isinstance(value, dict) else value:
-            if isinstance(each, Tensor):
-                found.append(each)
-            elif isinstance(each, CONTAINERS):
-                add_tensors(each, found)
+        for part in value.values() if isinstance(value, dict) else value:
+            if isinstance(part, Tensor):
+                found.append(part)
+            elif isinstance(part, CONTAINERS):
+                add_tensors(part, found)
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
@@ -35,12 +35,12 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     if not isinstance(value, CONTAINERS):
         return value
     changed = [
-        change(each)
-        if isinstance(each, Tensor)
-        else map_tensors(change, each)
-        if isinstance(each, CONTAINERS)
-        else each
-        for each in (value.values() if isinstance(value, dict) else value)
+        change(part)
+        if isinstance(part, Tensor)
+        else map_tensors(change, part)
+        if isinstance(part, CONTAINERS)
+        else part
+        for part in (value.values() if isinstance(value, dict) else value)
     ]
     if isinstance(value, dict):
         return dict(zip(value, changed, strict=True))

@@ -23,7 +23,7 @@ from magicdec.records.stalls import PassSteps
 PERCENTS = (50, 90, 99)
 FIRST_GROUP = 2048  # tokens of the longest prompts of the first group by context
 FEWEST_GROUPS = 3  # that have an interval
-OF_SUMS = ("num_draft_tokens", "num_accepted_draft_tokens", "num_spec_steps")
+SUMMED_COUNTS = ("num_draft_tokens", "num_accepted_draft_tokens", "num_spec_steps")
 # What a record does not say of the tokens of a request: when each of them came.
 ITL = ("mean_itl_ms", "p50_itl_ms", "p90_itl_ms", "p99_itl_ms")
 MetricValues = dict[str, Any]
@@ -37,9 +37,9 @@ def metrics_of(record: PassRecord, reference: PassRecord | None = None) -> Metri
     batches = list(record.groups_of_requests)
     tpots = known(map(tpot_ms, requests))
     bounds = record.config["workload"].get("goodput") or {}
-    duration_s = sum(of_group(span_ms, batches)) / 1e3
+    duration_s = sum(by_group(span_ms, batches)) / 1e3
     num_tokens = sum(request.output_len for request in requests)
-    arriving = [arrivals_ms(of) for _, of in batches]
+    arriving = [arrivals_ms(group_requests) for _, group_requests in batches]
     arriving_s = sum(max(times) - min(times) for times in arriving) / 1e3
     num_later = len(requests) - len(batches)
     stalled = PassSteps.of(record.groups).stalls
@@ -51,8 +51,11 @@ def metrics_of(record: PassRecord, reference: PassRecord | None = None) -> Metri
         "request_throughput": len(requests) / duration_s,
         "output_throughput": num_tokens / duration_s,
         "output_throughput_interval": speed_between(
-            [sum(each.output_len for each in of) for _, of in batches],
-            of_group(span_ms, batches),
+            [
+                sum(request.output_len for request in group_requests)
+                for _, group_requests in batches
+            ],
+            by_group(span_ms, batches),
         ),
         "steady_output_throughput": num_tokens / (duration_s - stalled_s)
         if is_timed and duration_s > stalled_s
@@ -77,18 +80,18 @@ def metrics_of(record: PassRecord, reference: PassRecord | None = None) -> Metri
         if any(group.peak_memory_bytes for group in record.groups)
         else None,
         "answer_score": mean(known(request.answer_score for request in requests)),
-        **of_prefills(batches),
-        **of_steps(record, batches),
-        **of_begins(record),
+        **prefill_metrics(batches),
+        **step_metrics(record, batches),
+        **begin_metrics(record),
         **acceptance(record),
         "acceptance_by_category": acceptance_by_category(record),
-        **of_ratios(batches, None if reference is None else list(reference.groups_of_requests)),
+        **ratio_metrics(batches, None if reference is None else list(reference.groups_of_requests)),
     }
     return found
 
 
-def of_group(number: Callable[[GroupRecord, list[RequestRecord]], float], batches: Any) -> Any:
-    return [number(group, of) for group, of in batches]
+def by_group(number: Callable[[GroupRecord, list[RequestRecord]], float], batches: Any) -> Any:
+    return [number(group, requests) for group, requests in batches]
 
 
 def arrivals_ms(requests: Sequence[RequestRecord]) -> list[float]:
@@ -106,10 +109,10 @@ def in_flight(groups: Sequence[GroupRecord]) -> float | None:
     return num_in_flight / num_steps if num_in_flight else None
 
 
-def of_prefills(batches: Sequence[Batch]) -> MetricValues:
+def prefill_metrics(batches: Sequence[Batch]) -> MetricValues:
     """Of prefills that passes share."""
-    shared = [(group, of) for group, of in batches if group.prefill_ms is not None]
-    tokens = [sum(each.prompt_len for each in of) for _, of in shared]
+    shared = [(group, requests) for group, requests in batches if group.prefill_ms is not None]
+    tokens = [sum(request.prompt_len for request in requests) for _, requests in shared]
     times_ms = [group.prefill_ms or 0.0 for group, _ in shared]
     return {
         "prefill_tokens_per_s": 1e3 * sum(tokens) / sum(times_ms) if sum(times_ms) else None,
@@ -117,7 +120,7 @@ def of_prefills(batches: Sequence[Batch]) -> MetricValues:
     }
 
 
-def of_begins(record: PassRecord) -> MetricValues:
+def begin_metrics(record: PassRecord) -> MetricValues:
     """Of what comes before the first step, and of what was read."""
     groups = record.groups
     assert record.metrics is not None, "it has passed"
@@ -156,7 +159,7 @@ STEP_METRICS = (
 )
 
 
-def of_steps(record: PassRecord, batches: Sequence[Batch]) -> MetricValues:
+def step_metrics(record: PassRecord, batches: Sequence[Batch]) -> MetricValues:
     """Of the steps that decode."""
     groups = record.groups
     steps_ms = list(chain(*(group.step_ms for group in groups)))
@@ -173,7 +176,7 @@ def of_steps(record: PassRecord, batches: Sequence[Batch]) -> MetricValues:
     gammas = list(chain(*(group.step_max_gamma or () for group in groups)))
     reads = known(group.bytes_read for group in groups)
     bandwidth = record.environment.read_bandwidth_bytes_per_s
-    tokens = [sum(each.output_len - 1 for each in of) for _, of in batches]
+    tokens = [sum(request.output_len - 1 for request in requests) for _, requests in batches]
     return {
         "decode_tokens_per_s": 1e3 * sum(tokens) / sum(steps_ms),
         "decode_tokens_per_s_interval": speed_between(tokens, [sum(g.step_ms) for g in groups]),
@@ -198,7 +201,7 @@ def of_steps(record: PassRecord, batches: Sequence[Batch]) -> MetricValues:
 RATIOS = ("throughput_ratio", "speedup", "total_speedup", "net_speedup")
 
 
-def of_ratios(ours: Sequence[Batch], theirs: Sequence[Batch] | None) -> MetricValues:
+def ratio_metrics(ours: Sequence[Batch], theirs: Sequence[Batch] | None) -> MetricValues:
     """Of the ratios to the reference: their median over groups, interval and each."""
     found: MetricValues = dict.fromkeys(
         f"{name}{suffix}" for name in RATIOS for suffix in ("", "_interval", "_per_group")
@@ -223,14 +226,15 @@ def speeds(name: str, batches: Sequence[Batch]) -> list[float]:
     """Tokens for each ms, by group: 0 without a token or without time."""
     steady = PassSteps.of([group for group, _ in batches]).steady_ms
     found = []
-    for (group, of), steady_ms in zip(batches, steady, strict=True):
+    for (group, requests), steady_ms in zip(batches, steady, strict=True):
         first = 0 if name == "throughput_ratio" else 1
-        tokens = sum(each.output_len - first for each in of)
+        tokens = sum(request.output_len - first for request in requests)
         ms = {
-            "throughput_ratio": span_ms(group, of),
+            "throughput_ratio": span_ms(group, requests),
             "speedup": steady_ms,
             "total_speedup": sum(group.step_ms),
-            "net_speedup": max(each.finished_ms for each in of) - (group.prefill_ms or 0.0),
+            "net_speedup": max(request.finished_ms for request in requests)
+            - (group.prefill_ms or 0.0),
         }[name]
         found.append(tokens / ms if ms else 0.0)
     return found
@@ -255,10 +259,10 @@ def break_even(ours: Sequence[Batch], theirs: Sequence[Batch]) -> int | None:
 
 def line_of(batch: Batch) -> tuple[float, float] | None:
     """Milliseconds before the first step, and of each token of a request after its first."""
-    group, of = batch
-    num_later = fmean(each.output_len - 1 for each in of)
+    group, requests = batch
+    num_later = fmean(request.output_len - 1 for request in requests)
     added = (group.begin_ms or 0.0) + (group.calibration_ms or 0.0)
-    net = max(each.finished_ms for each in of) - (group.prefill_ms or 0.0)
+    net = max(request.finished_ms for request in requests) - (group.prefill_ms or 0.0)
     return (added, (net - added) / num_later) if num_later else None
 
 
@@ -322,8 +326,8 @@ def hit_rate(requests: Sequence[RequestRecord]) -> float | None:
     asking = [request for request in requests if request.num_looked_up_tokens]
     if not asking:
         return None
-    found = sum(sum(each.joined_prefix_tokens or ()) for each in asking)
-    return found / sum(each.num_looked_up_tokens or 0 for each in asking)
+    found = sum(sum(request.joined_prefix_tokens or ()) for request in asking)
+    return found / sum(request.num_looked_up_tokens or 0 for request in asking)
 
 
 def turns_of(requests: Sequence[RequestRecord]) -> list[MetricValues] | None:
@@ -350,8 +354,8 @@ def contexts_of(record: PassRecord) -> list[MetricValues] | None:
         doublings = math.ceil(math.log2(max(1.0, request.prompt_len / FIRST_GROUP)))
         members.setdefault(FIRST_GROUP << doublings, []).append(number)
     groups = [
-        {"most_context": most, "num_requests": len(of), **acceptance_of(record, of)}
-        for most, of in sorted(members.items())
+        {"most_context": most, "num_requests": len(requests), **acceptance_of(record, requests)}
+        for most, requests in sorted(members.items())
     ]
     has_drafts = any(
         group.get("num_draft_tokens") or group.get("num_spec_steps") for group in groups
@@ -365,17 +369,17 @@ def acceptance_by_category(record: PassRecord) -> dict[str, MetricValues] | None
     if categories is None or not acceptance_of(record, range(len(record.requests))):
         return None
     prompts = [
-        (number if each.conversation is None else each.conversation) % len(categories)
-        for number, each in enumerate(record.requests)
+        (number if request.conversation is None else request.conversation) % len(categories)
+        for number, request in enumerate(record.requests)
     ]
     groups = {
         name: [number for number, prompt in enumerate(prompts) if categories[prompt] == name]
         for name in sorted(set(known(categories)))
     }
-    nothing = dict.fromkeys(OF_SUMS, 0)
+    nothing = dict.fromkeys(SUMMED_COUNTS, 0)
     found = {
-        name: {"num_prompts": len(of), **(acceptance_of(record, of) or nothing)}
-        for name, of in groups.items()
+        name: {"num_prompts": len(requests), **(acceptance_of(record, requests) or nothing)}
+        for name, requests in groups.items()
     }
     return found or None
 
@@ -391,13 +395,13 @@ def acceptance(record: PassRecord) -> MetricValues:
     emitted = None  # counters need not say in which steps nothing was drafted
     if "tokens_per_verification" not in getattr(record.details, "missing", ()):
         emitted = sum(request.output_len - 1 for request in record.requests)
-    of_pass = RequestDrafts.of_sums(metrics, emitted)
-    found = dict.fromkeys(ACCEPTANCE) | (total([of_pass]) if of_pass.has_drafts else {})
+    pass_drafts = RequestDrafts.from_reported(metrics, emitted)
+    found = dict.fromkeys(ACCEPTANCE) | (total([pass_drafts]) if pass_drafts.has_drafts else {})
     return found | {name: value for name, value in by_request.items() if value is not None}
 
 
 ACCEPTANCE = (
-    *OF_SUMS,
+    *SUMMED_COUNTS,
     "draft_acceptance_rate",
     "draft_acceptance_rate_interval",
     "mean_acceptance_length",
@@ -432,32 +436,34 @@ class RequestDrafts:
     num_positions: int
 
     @classmethod
-    def of_request(cls, request: RequestRecord, is_external: bool) -> RequestDrafts:
+    def from_request(cls, request: RequestRecord, is_external: bool) -> RequestDrafts:
         drafted = request.per_step_drafted
         accepted = request.per_step_accepted
         emitted = None if request.per_step_emitted is None else sum(request.per_step_emitted)
         if is_external:  # a program of which every step verifies
             emitted = request.output_len - 1
         if drafted is None or accepted is None:
-            return cls.of_sums(request, emitted)
-        steps = [AlikeSteps(*each, 1) for each in zip(drafted, accepted, strict=True)]
+            return cls.from_reported(request, emitted)
+        steps = [AlikeSteps(*pair, 1) for pair in zip(drafted, accepted, strict=True)]
         sums = sum(drafted), sum(accepted), len(drafted)
         return cls(*sums, emitted, steps, max(drafted, default=0))
 
     @classmethod
-    def of_sums(cls, said: RequestRecord | PassMetrics, emitted: int | None) -> RequestDrafts:
+    def from_reported(
+        cls, reported: RequestRecord | PassMetrics, emitted: int | None
+    ) -> RequestDrafts:
         """Of sums and a histogram. If they fit, every verification drafted a token for each place
         of it."""
-        drafted = said.num_draft_tokens
-        verified = said.num_spec_steps
-        histogram = said.acceptance_histogram
+        drafted = reported.num_draft_tokens
+        verified = reported.num_spec_steps
+        histogram = reported.acceptance_histogram
         most = max(0, len(histogram or ()) - 1)
         is_even = verified is not None and drafted == verified * most
         steps = None
         if histogram is not None:
-            of_each = most if is_even else math.nan
-            steps = [AlikeSteps(of_each, *each) for each in enumerate(histogram)]
-        return cls(drafted, said.num_accepted_draft_tokens, verified, emitted, steps, most)
+            draft_length = most if is_even else math.nan
+            steps = [AlikeSteps(draft_length, *pair) for pair in enumerate(histogram)]
+        return cls(drafted, reported.num_accepted_draft_tokens, verified, emitted, steps, most)
 
     @property
     def has_drafts(self) -> bool:
@@ -482,7 +488,7 @@ def acceptance_of(record: PassRecord, numbers: Iterable[int]) -> MetricValues:
     drafted for them."""
     requests = [record.requests[number] for number in numbers]
     is_external = getattr(record.details, "program", None) is not None
-    drafts = [RequestDrafts.of_request(request, is_external) for request in requests]
+    drafts = [RequestDrafts.from_request(request, is_external) for request in requests]
     found = total([draft for draft in drafts if draft.has_drafts])
     cancelled = known(request.num_cancelled_draft_tokens for request in requests)
     if found or sum(cancelled):
@@ -511,29 +517,29 @@ def total(drafts: Sequence[RequestDrafts]) -> MetricValues:
     is_whole = num_positions > 0 and not np.isnan(survived).any()
     has_positions = is_whole and not np.isnan(judged).any()
 
-    def rate(of: Any) -> float:
-        return float(of[accepted] / of[drafted])
+    def rate(totals: Any) -> float:
+        return float(totals[accepted] / totals[drafted])
 
-    def length(of: Any) -> float:
-        return float(1 + of[accepted] / of[verified])
+    def length(totals: Any) -> float:
+        return float(1 + totals[accepted] / totals[verified])
 
-    def emits(of: Any) -> float:
-        return float(of[emitted] / of[verified])
+    def emits(totals: Any) -> float:
+        return float(totals[emitted] / totals[verified])
 
-    def survival(position: int, of: Any) -> float:
+    def survival(position: int, totals: Any) -> float:
         """The product, up to the position, of the shares that accepted what they judged."""
-        counts = zip(of[4:], of[4 + num_positions :], strict=False)
+        counts = zip(totals[4:], totals[4 + num_positions :], strict=False)
         shares = (accepted / judged if judged else 0.0 for judged, accepted in counts)
         return math.prod(islice(shares, position + 1))
 
     def between(value: Callable[[Any], float], low: float, high: float) -> list[float] | None:
         with np.errstate(divide="ignore", invalid="ignore"):
-            each = [value(sums), *(value(sums - row) for row in rows)]
-        return interval(np.array(each), low, high)
+            values = [value(sums), *(value(sums - row) for row in rows)]
+        return interval(np.array(values), low, high)
 
     most = 1 + num_positions
     at_each = [partial(survival, position) for position in range(num_positions)]
-    ends = [between(each, 0, 1) or [] for each in at_each]
+    ends = [between(rate_at, 0, 1) or [] for rate_at in at_each]
     return {
         "num_draft_tokens": whole(sums[drafted]),
         "num_accepted_draft_tokens": whole(sums[accepted]),
@@ -544,7 +550,9 @@ def total(drafts: Sequence[RequestDrafts]) -> MetricValues:
         "mean_acceptance_length_interval": between(length, 1, most),
         "tokens_per_verification": finite(emits(sums)),
         "tokens_per_verification_interval": between(emits, 1, most),
-        "acceptance_per_position": [each(sums) for each in at_each] if has_positions else None,
+        "acceptance_per_position": [rate_at(sums) for rate_at in at_each]
+        if has_positions
+        else None,
         "acceptance_per_position_interval": ends if any(ends) else None,
         "judged_per_position": [int(count) for count in judged] if has_positions else None,
         "acceptance_histogram": [int(more - less) for more, less in pairwise(survived)]

@@ -59,7 +59,7 @@ class RecordedCall:
         self.args = self._open(args)
         self.kwargs = self._open(kwargs)
         self.results = [
-            (index, each.number) for index, each in enumerate(out) if isinstance(each, Made)
+            (index, result.number) for index, result in enumerate(out) if isinstance(result, Made)
         ]
 
     def _open(self, value: Any) -> Any:
@@ -124,7 +124,7 @@ class _Keep(TorchDispatchMode):
         read = tensors_in((args, kwargs))
         for tensor in results:
             is_new = id(tensor) not in self.made
-            if is_new and all(tensor is not each for each in read):
+            if is_new and all(tensor is not other for other in read):
                 self.made[id(tensor)] = Made(len(self.alive))
                 self.alive.append(tensor)
         self.calls.append(RecordedCall(func, *given, [self.refer(tensor) for tensor in results]))

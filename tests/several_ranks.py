@@ -87,5 +87,5 @@ def check_killed(
     assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr
     assert time.monotonic() - float((directory / "killed_at").read_text()) < PROMISED_S
     for other in set(range(num_ranks)) - {killed}:
-        said = rf"rank {other}: (rank {killed} has|ranks [\d, ]*{killed}[\d, ]* have) ended"
-        assert any(re.fullmatch(said, line) for line in done.stderr.splitlines()), done.stderr
+        pattern = rf"rank {other}: (rank {killed} has|ranks [\d, ]*{killed}[\d, ]* have) ended"
+        assert any(re.fullmatch(pattern, line) for line in done.stderr.splitlines()), done.stderr

@@ -229,8 +229,8 @@ def draw_pass(
         before = np.cumsum(counts + 1, axis=0) - counts - 1  # tokens before each step [steps, rows]
         emitted = np.minimum(counts + 1, num_tokens - before)
         rows = [
-            [(gamma, int(a), int(n)) for a, n in zip(of, tokens, strict=True) if n > 0]
-            for of, tokens in zip(counts.T, emitted.T, strict=True)
+            [(gamma, int(a), int(n)) for a, n in zip(counts_of_step, tokens, strict=True) if n > 0]
+            for counts_of_step, tokens in zip(counts.T, emitted.T, strict=True)
         ]
         batches.append(even_batch(rows))
     return batches
@@ -264,8 +264,8 @@ def command_of(
 ) -> list[PassRecord]:
     """The passes `static` and `static+draft` of a run; without `baseline` the former decodes the
     same outputs in steps of 1 ms. `beside` are further fields of `Beside` for both."""
-    of_draft = [replace(b, draft_kv_tokens=budget, draft_rows=1) for b in batches]
-    parts = parts_of(of_draft, is_drafting=True)
+    draft_groups = [replace(b, draft_kv_tokens=budget, draft_rows=1) for b in batches]
+    parts = parts_of(draft_groups, is_drafting=True)
     plain = parts_of(baseline_pass(batches) if baseline is None else baseline, is_drafting=False)
     decoding = DecodingSection("speculative", "self")
     config = resolve(RunConfig(kv=KVSection(budget=budget), decoding=decoding), Machine(2))
@@ -476,8 +476,8 @@ PLAIN = "plain"
 STEPS = "steps"
 AHEAD = "ahead"
 TURNS = "turns"
-OF_SERVERS = ("vllm", "sums", "histogram", "even", COUNTERS, BOTH)
-KINDS = (PLAIN, STEPS, AHEAD, TURNS, *OF_SERVERS)
+SERVER_KINDS = ("vllm", "sums", "histogram", "even", COUNTERS, BOTH)
+KINDS = (PLAIN, STEPS, AHEAD, TURNS, *SERVER_KINDS)
 LOAD = {
     "dataset": "demo",
     "prompt_format": "plain",
@@ -502,7 +502,7 @@ def served(kind: str = STEPS, seed: int = 0, reference: PassRecord | None = None
         for number, request in enumerate(requests):
             request.turn = Turn(number // 3, number % 3 + 1, None, tuple)  # type: ignore[arg-type]
     counts = drawn_moves(rng, requests, kind)
-    is_external = kind in OF_SERVERS
+    is_external = kind in SERVER_KINDS
     is_drafting = kind != PLAIN
     if is_external:
         counts.num_steps = counts.num_in_flight = 0
@@ -602,26 +602,26 @@ def drawn_drafts(rng: random.Random, requests: Sequence[Request], kind: str) -> 
             position = len(request.prompt_ids) + left if kind == AHEAD else None
             found.add(request.request_id, drafted, accepted, emitted, None, position)
             left -= emitted
-    return as_reported(found, kind) if kind in OF_SERVERS else found
+    return as_reported(found, kind) if kind in SERVER_KINDS else found
 
 
 def as_reported(found: Verifications, kind: str) -> Verifications:
     """What a server reports of these in its answers, in its counters, or in both."""
     whole = {number: ReportedCounts.of(steps) for number, steps in found.by_request.items()}
     every: list[Verification] = found.every
-    of_pass = replace(ReportedCounts.of(every), steps=None)
+    pass_counts = replace(ReportedCounts.of(every), steps=None)
     if kind == COUNTERS:
-        return Verifications(reported_total=of_pass)
+        return Verifications(reported_total=pass_counts)
     if kind == "vllm":
         return Verifications(reported=whole)
     if kind in ("sums", BOTH):
-        sums = {n: ReportedCounts(each.drafted, each.accepted) for n, each in whole.items()}
-        return Verifications(reported=sums, reported_total=of_pass if kind == BOTH else None)
+        sums = {n: ReportedCounts(counts.drafted, counts.accepted) for n, counts in whole.items()}
+        return Verifications(reported=sums, reported_total=pass_counts if kind == BOTH else None)
     # Of a program whose steps all verify.
     return Verifications(
         reported={
-            n: replace(each, steps=None, emitted=sum(v.emitted for v in found.by_request[n]))
-            for n, each in whole.items()
+            n: replace(counts, steps=None, emitted=sum(v.emitted for v in found.by_request[n]))
+            for n, counts in whole.items()
         }
     )
 

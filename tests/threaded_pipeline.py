@@ -77,29 +77,33 @@ def serve(
     asks = Loopback()
     answers = Loopback()
     spans = [Spans() for _ in stages]
-    of_head = Spans()
-    of_drafts = Spans()
-    drafts = StageLoop(PathDraftHandler(noted), Ends(asks, answers), of_drafts)
+    head_spans = Spans()
+    draft_spans = Spans()
+    drafts = StageLoop(PathDraftHandler(noted), Ends(asks, answers), draft_spans)
     loops: list[Callable[[], None]] = [drafts.serve]
-    for stage, (inbound, outbound), of_stage in zip(stages, pairwise(channels), spans, strict=True):
+    for stage, (inbound, outbound), stage_spans in zip(
+        stages, pairwise(channels), spans, strict=True
+    ):
         stage.board = board
-        loops.append(StageLoop(stage, Ends(inbound, outbound), of_stage).serve)
+        loops.append(StageLoop(stage, Ends(inbound, outbound), stage_spans).serve)
     threads = [in_thread(loop, events) for loop in loops]
     threads += [forward(channels[-1], True, events), forward(answers, False, events)]
     wires = Wires(launches=channels[0], canceller=Canceller(board), asks=asks)
     first_run = 0
     if before:
         earlier = PipelinedScheduler(options, prefill_chunk)
-        Head(wires, events, of_head, earlier, before).serve()
+        Head(wires, events, head_spans, earlier, before).serve()
         first_run = earlier.counts.runs
         noted.steps.clear()
     scheduler = PipelinedScheduler(options, prefill_chunk)
-    head = Head(wires, events, of_head, scheduler, requests, first_run=first_run, clock=clock)
+    head = Head(wires, events, head_spans, scheduler, requests, first_run=first_run, clock=clock)
     head.serve()
     head.close()
     for thread in threads:
         thread.join()
-    return ServedInThreads(scheduler, spans, of_head, of_drafts, noted.steps, head.moves, first_run)
+    return ServedInThreads(
+        scheduler, spans, head_spans, draft_spans, noted.steps, head.moves, first_run
+    )
 
 
 @dataclass
@@ -138,10 +142,12 @@ def divide(model: Transformer, num_stages: int) -> list[Transformer]:
     config = model.config
     weights = model.state_dict()
     stages = []
-    each = config.num_layers // num_stages
+    num_layers = config.num_layers // num_stages
     for stage in range(num_stages):
         is_last = stage == num_stages - 1
-        layers = range(stage * each, config.num_layers if is_last else (stage + 1) * each)
+        layers = range(
+            stage * num_layers, config.num_layers if is_last else (stage + 1) * num_layers
+        )
         part = Transformer(config, layers=layers)
         own = {name: weights[whole_name(name, layers.start)] for name in part.state_dict()}
         part.load_state_dict(own)

@@ -33,7 +33,7 @@ def choose(items: Sequence[pytest.Item]) -> set[pytest.Item]:
         if widest:
             kept = covering(params, SIZES[widest[0]])
             never |= {case for index, case in enumerate(cases) if index not in kept}
-            cases, params = ([each[i] for i in sorted(kept)] for each in (cases, params))
+            cases, params = ([values[i] for i in sorted(kept)] for values in (cases, params))
         if isinstance(narrow, int):
             kept = spread(len(cases), narrow)
         else:
@@ -53,13 +53,13 @@ def spread(num_cases: int, count: int) -> set[int]:
 def covering(cases: Sequence[dict[str, Any]], size: int) -> set[int]:
     """The places of cases that together have every combination of `size` parameter values that
     occurs in `cases`: always the case next that adds most, the first of these."""
-    each = [combinations_of(case, min(size, len(case))) for case in cases]
-    missing: set[Hashable] = set().union(*each)
+    covered = [combinations_of(case, min(size, len(case))) for case in cases]
+    missing: set[Hashable] = set().union(*covered)
     kept = set()
     while missing:
-        best = max(range(len(cases)), key=lambda index: (len(each[index] & missing), -index))
+        best = max(range(len(cases)), key=lambda index: (len(covered[index] & missing), -index))
         kept.add(best)
-        missing -= each[best]
+        missing -= covered[best]
     return kept
 
 

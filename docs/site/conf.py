@@ -71,7 +71,7 @@ def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
     if page == PROPERTIES:
         source[0] += properties_page.table()
     if page in pages:
-        lines = "\n".join(f"/{each}" for each in pages[page])
+        lines = "\n".join(f"/{other}" for other in pages[page])
         source[0] += f"\n\n```{{toctree}}\n:hidden:\n\n{lines}\n```\n"
 
 
@@ -91,7 +91,10 @@ def add_meanings(
     """The settings of a section as the parameters of its class."""
     if what == "class" and name.endswith("Section"):
         fields = declared(section).items()
-        lines[:] = ["", *(f":param {field}: {each.setting.help}" for field, each in fields)]
+        lines[:] = [
+            "",
+            *(f":param {field}: {declaration.setting.help}" for field, declaration in fields),
+        ]
 
 
 def finish(app: Sphinx, error: Exception | None) -> None:

@@ -22,6 +22,6 @@ def properties() -> tuple[Any, ...]:
 def table() -> str:
     """A row for each property, in reStructuredText."""
     lines = [".. list-table::", "   :header-rows: 1", "", "   * - property", "     - test"]
-    for each in properties():
-        lines += [f"   * - {each.name}", f"     - ``{each.test}``"]
+    for known in properties():
+        lines += [f"   * - {known.name}", f"     - ``{known.test}``"]
     return "\n".join(lines) + "\n"

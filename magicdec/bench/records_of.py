@@ -105,7 +105,11 @@ def parts_of(measured: MeasuredPass) -> MeasuredParts:
     is_random = system.run.is_random
     has_counts = measured.planned.serving_pass.is_drafting and not is_random
     pairs = zip(measured.groups, verifications_by_group(measured), strict=True)
-    requests = [request for group, of in pairs for request in requests_of(group, of, system.run)]
+    requests = [
+        request
+        for group, group_requests in pairs
+        for request in requests_of(group, group_requests, system.run)
+    ]
     groups = [group_of(group, has_counts, system.counts_reads) for group in measured.groups]
     return MeasuredParts(requests, groups)
 

@@ -224,8 +224,8 @@ def completed(row: TableRow, records: Sequence[PassRecord]) -> TableRow:
         references = {record.reference for record in records if record.metrics} - {None}
         label = label._replace(text=f"  times {' '.join(map(str, references))}")
     if key in RATIOS:
-        each = [getattr(record.metrics, f"{key}_per_group", None) or () for record in records]
-        count = max(map(len, each))
+        ratios = [getattr(record.metrics, f"{key}_per_group", None) or () for record in records]
+        count = max(map(len, ratios))
         if count > 1:
             label = label._replace(text=f"{label.text}, median of {count}")
     if key == "acceptance_per_position":
@@ -367,7 +367,7 @@ def winner(records: Sequence[PassRecord]) -> list[str]:
     # Of two modes with stalls in one of them alone, the other may be the faster one.
     is_steady = all(metrics.steady_output_throughput for metrics, _ in able)
     has_stalls = is_steady and any(metrics.stalled_steps for metrics, _ in able)
-    best, name = max(able, key=lambda each: speed_of(each[0], is_steady))
+    best, name = max(able, key=lambda pair: speed_of(pair[0], is_steady))
     noun = "output tokens/s without stalls" if has_stalls else "output tokens/s"
     text = f"{name} has the most {noun}, {speed_of(best, is_steady):,.1f}"
     if best is first.metrics:

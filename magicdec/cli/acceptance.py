@@ -40,7 +40,7 @@ from magicdec.output.figures import check_picture
 from magicdec.output.tables import print_tables
 from magicdec.output.writing import check_files, check_record_file
 from magicdec.records.reading import read_records
-from magicdec.records.record import Record, append_records, of_type
+from magicdec.records.record import Record, append_records, records_of_type
 
 if TYPE_CHECKING:
     from magicdec.bench.study.cells import StudyCell
@@ -205,7 +205,7 @@ def checked(config: RunConfig) -> RunConfig:
 def records_in(path: Path) -> list[AcceptanceRecord]:
     if not path.is_file() or not path.stat().st_size:
         return []
-    return of_type(read_records(path, Record), AcceptanceRecord)
+    return records_of_type(read_records(path, Record), AcceptanceRecord)
 
 
 main = LoneCommand(

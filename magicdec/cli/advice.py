@@ -92,7 +92,7 @@ def _equals_of(found: Finding) -> str:
     """The drafts that are equal to the best one as far as the batches tell, the fastest first."""
     if not found.equals or found.best.interval is None:
         return ""
-    ordered = sorted(found.equals, key=lambda each: -each.speedup)
+    ordered = sorted(found.equals, key=lambda draft: -draft.speedup)
     named = [f"`{draft.draft}` {draft}" for draft in ordered[:MOST_EQUALS]]
     more = len(ordered) - len(named)
     drafts = ", ".join(named) + (f" and {more} more" if more else "")
@@ -177,7 +177,7 @@ def find_best(drafts: Sequence[MeasuredDraft]) -> tuple[MeasuredDraft, list[Meas
     Intervals are those of all `drafts` together, since the finalists were chosen among them."""
     level = joint_level(len(drafts))
     others = finalists(drafts)
-    best = max(others, key=lambda each: each.least)
+    best = max(others, key=lambda draft: draft.least)
     others.remove(best)
     return best, [other for other in others if not is_surely_faster(best, other, level)]
 

@@ -465,9 +465,9 @@ def warn_of_other_machine(args: AdviceSection, records: Mapping[str, PassRecord]
     here = vars(next(iter(records.values())).environment)
     kinds = [key for key in ("cpu", "gpu", "threads") if probed.get(key, here[key]) != here[key]]
     if kinds:
-        of = ", ".join(f"{key} {probed[key]}, here {here[key]}" for key in kinds)
+        differences = ", ".join(f"{key} {probed[key]}, here {here[key]}" for key in kinds)
         print(
-            f"warning: --machine {args.machine} was probed with {of}; what the plan expects is of "
-            "that machine. Name another file, which need not exist.",
+            f"warning: --machine {args.machine} was probed with {differences}; what the plan "
+            "expects is of that machine. Name another file, which need not exist.",
             file=sys.stderr,
         )

@@ -59,7 +59,9 @@ def complete_files(parser: Parser) -> Parser:
     import shtab
 
     for action in parser._actions:
-        each = parser.settings.get(action.dest)
-        if each is not None and (each.kind is Path or each.metavar in ("FILE", "DIR")):
-            action.complete = shtab.DIR if each.metavar == "DIR" else shtab.FILE  # type: ignore[attr-defined]
+        declaration = parser.settings.get(action.dest)
+        if declaration is not None and (
+            declaration.kind is Path or declaration.metavar in ("FILE", "DIR")
+        ):
+            action.complete = shtab.DIR if declaration.metavar == "DIR" else shtab.FILE  # type: ignore[attr-defined]
     return parser

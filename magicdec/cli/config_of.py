@@ -81,25 +81,25 @@ def flags_of(record: Record) -> dict[str, Any]:
     flags = {"draft": draft}
     if record.environment.world_size > 1:
         flags["nproc"] = record.environment.world_size
-    for setting_name, each in parser_of("run").settings.items():
+    for setting_name, declaration in parser_of("run").settings.items():
         section, _, name = setting_name.partition(".")
         is_left_out = section in FILE_SECTIONS or setting_name in SAID_OTHERWISE
         if not is_left_out and why_ignored(run_config, setting_name) is None:
-            value = value_of(each, (config.get(section) or {}).get(name))
+            value = value_of(declaration, (config.get(section) or {}).get(name))
             if value is not None:
-                flags[each.flag.removeprefix("--")] = value
+                flags[declaration.flag.removeprefix("--")] = value
     return flags
 
 
-def value_of(each: Declared, value: Any) -> Any:
+def value_of(declaration: Declared, value: Any) -> Any:
     """A recorded value as a user writes it in TOML; None if it needs no flag, or is no choice of
     the flag."""
     if value is None or value == []:
         return None
     if isinstance(value, bool):
-        return True if value != each.default else None
+        return True if value != declaration.default else None
     texts = value if isinstance(value, list | tuple) else [value]
-    choices = each.setting.choices
+    choices = declaration.setting.choices
     if choices and not set(texts) <= set(choices):
         return None
     return list(value) if isinstance(value, tuple) else value

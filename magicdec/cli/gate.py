@@ -178,15 +178,19 @@ def run(processes: int, cases: Sequence[Case]) -> list[Result]:
     if results:
         print(f"{len(results)} of them had ended when this command was interrupted", flush=True)
 
-    def finished(each: Finished) -> None:
-        number = left[each.number]
-        results[number] = each.result
-        if not isinstance(each.result, str):
-            kept.keep(number, each.result)
+    def finished(finished_case: Finished) -> None:
+        number = left[finished_case.number]
+        results[number] = finished_case.result
+        if not isinstance(finished_case.result, str):
+            kept.keep(number, finished_case.result)
         spent = time.monotonic() - started
-        rest = f", about {spent / each.done - spent:.0f} s left" if 0 < each.done < 1 else ""
+        rest = (
+            f", about {spent / finished_case.done - spent:.0f} s left"
+            if 0 < finished_case.done < 1
+            else ""
+        )
         text = f"{len(results)} of {len(cases)} cases, {spent:.0f} s{rest}"
-        print(f"{text}: {_describe(each.result)}", flush=True)
+        print(f"{text}: {_describe(finished_case.result)}", flush=True)
 
     try:
         found = measure([shared[number] for number in left], processes, finished)

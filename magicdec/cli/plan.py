@@ -178,11 +178,12 @@ class PlanSection(AcceptanceSection):
         on their number."""
         if self.machine is None:
             return "flags"
-        of = load_machine(self.machine).description
-        ranks = of.get("world_size")
-        processor = of.get("gpu") or of.get("cpu") or "unknown"
+        description = load_machine(self.machine).description
+        ranks = description.get("world_size")
+        processor = description.get("gpu") or description.get("cpu") or "unknown"
         other = "" if ranks in (None, self.tp) else f", not of {self.tp} ranks"
-        return f"{self.machine} ({processor}, ranks {ranks} x threads {of.get('threads')}{other})"
+        threads = description.get("threads")
+        return f"{self.machine} ({processor}, ranks {ranks} x threads {threads}{other})"
 
 
 def predict(values: ParsedValues) -> int:

@@ -29,7 +29,7 @@ from magicdec.output.files import complete_file
 from magicdec.output.tables import FORMATS, Table, print_tables
 from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import read_records
-from magicdec.records.record import MeasuredRecord, Record, commands_of, of_type
+from magicdec.records.record import MeasuredRecord, Record, commands_of, records_of_type
 
 if TYPE_CHECKING:
     from magicdec.bench.export.export_format import ExportFormat
@@ -96,7 +96,7 @@ def show(values: ParsedValues) -> int:
         print_tables([listing.table(args.format)], args.format, NARROW)
         if tables and args.format == "csv":
             counts = Counter(
-                NOUNS.get(record.kind, record.kind) for of in commands for record in of
+                NOUNS.get(record.kind, record.kind) for command in commands for record in command
             )
             text = " and ".join(f"{count} of {noun}" for noun, count in counts.items())
             print(
@@ -141,7 +141,7 @@ def runs_of(
             if command[0].kind not in kinds:
                 continue
             if any(record.is_of_run for record in command):
-                passes = of_type(command, PassRecord)
+                passes = records_of_type(command, PassRecord)
                 yield from (record for record in passes if not record.is_reference)
             else:
                 others.append(command)

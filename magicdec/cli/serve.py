@@ -118,7 +118,7 @@ class Command:
             "drafts": DraftChoice(self.defaults.get("draft", NONE)),
             **sections_of(self.base),
             "serving": self._with_defaults(ServeOptions()),
-            **{name: self._with_defaults(each.settings()) for name, each in SYSTEMS.items()},
+            **{name: self._with_defaults(system.settings()) for name, system in SYSTEMS.items()},
             "files": ServeFilesSection(),
         }
         has_eos = not self.base.decoding.ignore_eos
@@ -256,7 +256,8 @@ class Command:
             return options
         rows = options.settings_of(found[0]).rows(options, world_size)
         systems = {
-            name: with_values(each, {"n_samples": rows}) for name, each in options.systems.items()
+            name: with_values(settings, {"n_samples": rows})
+            for name, settings in options.systems.items()
         }
         return replace(options, systems=systems)
 

@@ -243,11 +243,11 @@ def inline_grid(driver: str, axes: dict[str, list[str]]) -> FlagGrid:
     flags = Flags(driver)
     values: dict[str, list[Any]] = {}
     for key, words in axes.items():
-        each = flags.parser.settings[flags.name_of(driver, key)]
-        if each.kind is bool:
+        declaration = flags.parser.settings[flags.name_of(driver, key)]
+        if declaration.kind is bool:
             values[key] = [True, *words]  # a switch takes no words; reading it refuses them
         else:
-            values[key] = [words] if each.is_list else list(words)
+            values[key] = [words] if declaration.is_list else list(words)
     return checked(FlagGrid(driver, driver, values))
 
 

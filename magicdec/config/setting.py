@@ -204,11 +204,11 @@ def check_values(values: Any, section: type | None = None) -> None:
     """Raises ValueError, as `Declared.read`, for numbers that a program set wrongly. `section`
     declares the fields. Choices are left to their resolution."""
     kind: type = section or type(values)
-    for name, each in declared(kind).items():
+    for name, declaration in declared(kind).items():
         value = getattr(values, name)
-        is_free = bool(each.setting.choices) or (each.is_list and not value)
-        if value is not None and value != each.default and not is_free:
-            each.read(value)
+        is_free = bool(declaration.setting.choices) or (declaration.is_list and not value)
+        if value is not None and value != declaration.default and not is_free:
+            declaration.read(value)
 
 
 def _without_none(hint: Any) -> Any:

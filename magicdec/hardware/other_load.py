@@ -118,7 +118,7 @@ def read_cores(
     try:
         lines = (root / "stat").read_text().splitlines()
         counts = [
-            [int(n) for n in each[1:]] for line in lines if (each := line.split())[0] in names
+            [int(n) for n in fields[1:]] for line in lines if (fields := line.split())[0] in names
         ]
     except (OSError, ValueError, IndexError):
         return None
@@ -181,13 +181,13 @@ def load_text(cores_taken: Sequence[float | None], what: str, names: Sequence[st
     busy = {at: share for at, share in enumerate(cores_taken) if share and is_busy(share)}
     if not busy:
         return ""
-    each = ", ".join(f"{names[at]} {share:.0%}" for at, share in busy.items() if names)
-    of = f"{len(busy)} of {len(cores_taken)} {what}{f' ({each})' if each else ''}: "
+    cores = ", ".join(f"{names[at]} {share:.0%}" for at, share in busy.items() if names)
+    share_text = f"{len(busy)} of {len(cores_taken)} {what}{f' ({cores})' if cores else ''}: "
     most = "" if len(busy) == 1 else "up to "
     return (
-        f"{of if len(cores_taken) > 1 else ''}another load took {most}{max(busy.values()):.0%} of "
-        "the cores meanwhile, so times and speedups may be off; measure again when nothing else "
-        "runs"
+        f"{share_text if len(cores_taken) > 1 else ''}another load took {most}"
+        f"{max(busy.values()):.0%} of the cores meanwhile, so times and speedups may be "
+        "off; measure again when nothing else runs"
     )
 
 

@@ -334,16 +334,16 @@ class ModelConfig:
     @property
     def norm_parameters(self) -> int:
         """Parameters of all norms except the embedding's, on every rank."""
-        each = self.hidden_size * (2 if self.norm == "layer" else 1)
-        per_layer = each * (1 if self.residual == "parallel_shared_norm" else 2)
-        per_layer += 2 * each * self.post_norms
+        per_norm = self.hidden_size * (2 if self.norm == "layer" else 1)
+        per_layer = per_norm * (1 if self.residual == "parallel_shared_norm" else 2)
+        per_layer += 2 * per_norm * self.post_norms
         num_normed = sum(kind.mixer is None for kind in self.kinds) * self.qk_norm
         in_layers = self.num_layers * per_layer + num_normed * 2 * self.head_dim
         if self.eagle is None:
-            return in_layers + each
+            return in_layers + per_norm
         states_width = self.eagle.num_states * self.eagle.state_size
         num_norms = self.eagle.norm_before_fc + self.eagle.fc_norm
-        return in_layers + each + self.hidden_size + num_norms * states_width
+        return in_layers + per_norm + self.hidden_size + num_norms * states_width
 
     @property
     def embedding_rows(self) -> int:

@@ -53,9 +53,11 @@ class SeriesStyle:
 
 def look(index: int) -> SeriesStyle:
     """The look of a series. From the ninth on, marks are hollow."""
-    each = index % len(COLOURS)
+    place = index % len(COLOURS)
     is_first = index < len(COLOURS)
-    return SeriesStyle(COLOURS[each], MARKERS[each], LINES[each], HATCHES[each], is_filled=is_first)
+    return SeriesStyle(
+        COLOURS[place], MARKERS[place], LINES[place], HATCHES[place], is_filled=is_first
+    )
 
 
 @contextmanager

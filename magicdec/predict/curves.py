@@ -177,8 +177,8 @@ def _spread(
             f"{flag} has {len(values)} values for {len(budgets)} of --budget; "
             "give one value, or one per budget"
         )
-    each = list(values) * (len(budgets) // len(values))
-    return dict(zip(budgets, each, strict=True))
+    by_budget = list(values) * (len(budgets) // len(values))
+    return dict(zip(budgets, by_budget, strict=True))
 
 
 def parse_acceptance(text: str) -> float:

@@ -89,7 +89,7 @@ def merge(gammas: Mapping[int, Sequence[int]], end: int) -> dict[int, tuple[int,
     groups = [list(group) for _, group in groupby(gammas, key=gammas.__getitem__)]
     highs = [*(group[0] - 1 for group in groups[1:]), max(end, groups[-1][-1])]
     bounds = [(group[0], high) for group, high in zip(groups, highs, strict=True)]
-    return {value: each for group, each in zip(groups, bounds, strict=True) for value in group}
+    return {value: ends for group, ends in zip(groups, bounds, strict=True) for value in group}
 
 
 def fastest_runs(

@@ -349,9 +349,9 @@ def describe_machine(ranks: dict[str, Any]) -> str:
 
 def _curve(acceptance: Any) -> str:
     if _is_by_context(acceptance):
-        most = min(max(map(int, of)) for of in acceptance.values())
+        most = min(max(map(int, by_length)) for by_length in acceptance.values())
         return f"acceptance lengths of {most} draft tokens " + ", ".join(
-            f"{of[str(most)]:.2f} at {context}" for context, of in acceptance.items()
+            f"{by_length[str(most)]:.2f} at {context}" for context, by_length in acceptance.items()
         )
     if isinstance(acceptance, Mapping):
         lengths = " ".join(f"{gamma}: {length:.2f}" for gamma, length in acceptance.items())

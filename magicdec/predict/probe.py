@@ -137,11 +137,11 @@ def measure_forwards(
     short = fastest("", demo, num_rows, CACHED, MANY)
     long = fastest("attention_flops_per_s", demo, num_rows, CONTEXT, MANY)
     flops = [num_rows * attention_flops(config, Shard(), MANY, n) for n in (CACHED, CONTEXT)]
-    each = SEVERAL.num_layers - FEW.num_layers
+    num_layers = SEVERAL.num_layers - FEW.num_layers
     few, several = (fastest("layer_overhead_s", runner, 1, CACHED, 1) for runner in small)
-    layer_s = max(0.0, several - few) / each
+    layer_s = max(0.0, several - few) / num_layers
     few, several = (fastest("", runner, num_rows, CACHED, MANY) for runner in small)
-    more_s = max(0.0, (several - few) / each - layer_s)
+    more_s = max(0.0, (several - few) / num_layers - layer_s)
     return replace(
         hardware,
         kv_bytes_per_s=rate,

@@ -245,7 +245,7 @@ class ReportedCounts:
             return f"{verified} verifications, but {num_tokens} output tokens after the first ones"
         if histogram is not None:
             count = sum(histogram)
-            total = sum(number * each for number, each in enumerate(histogram))
+            total = sum(number * length for number, length in enumerate(histogram))
             if verified is not None and count != verified:
                 return f"a histogram of {count} verifications, not {verified}"
             if accepted is not None and total != accepted:
@@ -364,7 +364,9 @@ class Verifications:
         """Put these digests of the verifications of each request in place of their own."""
         for request_id, verifications in self.by_request.items():
             pairs = zip(verifications, digests[request_id], strict=True)
-            self.by_request[request_id] = [each._replace(digest=digest) for each, digest in pairs]
+            self.by_request[request_id] = [
+                verification._replace(digest=digest) for verification, digest in pairs
+            ]
 
     def add(
         self,
@@ -577,8 +579,8 @@ def acceptance_by(
     """The acceptance of each group, by its name in the order of the alphabet. `groups` has the name
     of the group of request 0, 1, ...; a request without one is in none."""
     return {
-        name: _acceptance_of_group(verifications.subset(of), len(of))
-        for name, of in members_of(groups).items()
+        name: _acceptance_of_group(verifications.subset(members), len(members))
+        for name, members in members_of(groups).items()
     }
 
 
@@ -586,7 +588,7 @@ def members_of(groups: Sequence[str | None]) -> dict[str, list[int]]:
     """The places of the members of each group, by its name in the order of the alphabet. `groups`
     has the name of the group at each place, None for one that is in none."""
     names = sorted({name for name in groups if name is not None})
-    return {name: [i for i, each in enumerate(groups) if each == name] for name in names}
+    return {name: [i for i, group in enumerate(groups) if group == name] for name in names}
 
 
 def _acceptance_of_group(verifications: Verifications, num_prompts: int) -> GroupAcceptance:

@@ -63,9 +63,9 @@ def pass_metrics(measured: Measured, beside: Beside) -> PassMetrics:
     requests = measured.requests
     groups = measured.groups
     by_group = requests_by_group(measured)
-    durations_s = [duration_ms(of) / 1e3 for of in by_group]
+    durations_s = [duration_ms(group_requests) / 1e3 for group_requests in by_group]
     duration_s = sum(durations_s)
-    tokens = [sum(request.output_len for request in of) for of in by_group]
+    tokens = [sum(request.output_len for request in group_requests) for group_requests in by_group]
     tpots = [tpot for request in requests if (tpot := request.tpot_ms) is not None]
     verifications = verifications_of(requests)
     verifications.reported_total = beside.reported_total
@@ -172,9 +172,11 @@ def peak_memory(groups: Sequence[GroupRecord]) -> int | None:
 def prefill_metrics(measured: Measured) -> dict[str, Any]:
     """Of prefills that passes share."""
     pairs = zip(measured.groups, requests_by_group(measured), strict=True)
-    shared = [(group.prefill_ms, of) for group, of in pairs if group.prefill_ms is not None]
+    shared = [
+        (group.prefill_ms, requests) for group, requests in pairs if group.prefill_ms is not None
+    ]
     times_ms = [ms for ms, _ in shared]
-    tokens = [sum(request.prompt_len for request in of) for _, of in shared]
+    tokens = [sum(request.prompt_len for request in requests) for _, requests in shared]
     total_s = sum(times_ms) / 1e3
     return {
         "prefill_tokens_per_s": sum(tokens) / total_s if total_s else None,
@@ -198,7 +200,7 @@ def step_metrics(measured: Measured, beside: Beside) -> dict[str, Any]:
     if not times_ms:
         return {name: value for name, value in before.items() if value is not None}
     by_group = requests_by_group(measured)
-    tokens = [sum(request.output_len - 1 for request in of) for of in by_group]
+    tokens = [sum(request.output_len - 1 for request in requests) for requests in by_group]
     decode_s = sum(times_ms) / 1e3
     phases_ms = sum(sum(g.draft_ms) + sum(g.verify_ms) + sum(g.decode_ms) for g in groups)
     num_steps = len(times_ms)
@@ -266,11 +268,11 @@ def ratios(ours: Measured, reference: Measured | None) -> dict[str, Any]:
             "net_speedup": ratios_of(ours, reference, net_ms),
         }
     fields: dict[str, Any] = {}
-    for name, each in found.items():
-        if each:
-            fields[name] = statistics.median(each)
-            fields[f"{name}_interval"] = ratio_interval(each)
-            fields[f"{name}_per_group"] = each
+    for name, group_ratios in found.items():
+        if group_ratios:
+            fields[name] = statistics.median(group_ratios)
+            fields[f"{name}_interval"] = ratio_interval(group_ratios)
+            fields[f"{name}_per_group"] = group_ratios
     if "net_speedup" in fields:
         fields["break_even_gen_len"] = break_even_gen_len(ours, reference)
     return fields
@@ -300,7 +302,7 @@ def ratios_of(
 
 def num_tokens(measured: Measured, with_first: bool) -> list[int]:
     first = 0 if with_first else 1
-    return [sum(r.output_len - first for r in of) for of in requests_by_group(measured)]
+    return [sum(r.output_len - first for r in requests) for requests in requests_by_group(measured)]
 
 
 def durations_ms(measured: Measured) -> list[float]:
@@ -317,7 +319,7 @@ def steps_ms(measured: Measured) -> list[float]:
 
 def net_ms(measured: Measured) -> list[float]:
     """From the end of the shared prefill to the last token, by group."""
-    ends = [max(r.finished_ms for r in of) for of in requests_by_group(measured)]
+    ends = [max(r.finished_ms for r in requests) for requests in requests_by_group(measured)]
     pairs = zip(measured.groups, ends, strict=True)
     return [end - prefill_end_ms(group) for group, end in pairs]
 
@@ -336,7 +338,10 @@ def break_even_gen_len(ours: Measured, reference: Measured) -> int | None:
     """The smallest output length, in tokens a request, with a net speedup above 1, if later tokens
     take the average time: the upper median over groups, or None."""
     lengths = [
-        [statistics.fmean(r.output_len - 1 for r in of) for of in requests_by_group(measured)]
+        [
+            statistics.fmean(r.output_len - 1 for r in requests)
+            for requests in requests_by_group(measured)
+        ]
         for measured in (ours, reference)
     ]
     columns = zip(

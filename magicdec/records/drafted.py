@@ -155,7 +155,10 @@ class DraftedPass:
         if verifications.reported:
             raise ValueError("has the acceptance that a server reports, which is not compared")
         steps = [
-            [step_log(i, each) for i, each in enumerate(verifications.by_request.get(number, ()))]
+            [
+                step_log(i, verification)
+                for i, verification in enumerate(verifications.by_request.get(number, ()))
+            ]
             for number in range(len(record.output_hashes))
         ]
         logged = steps if record.is_logged else None

@@ -30,9 +30,9 @@ def with_each_left_out(values: Array) -> Array:
 def jackknife_error(values: Array) -> float:
     """The standard error of `values[0]`, the value of all groups; the later values leave out one
     group each."""
-    each = values[1:]
-    n = len(each)
-    return math.sqrt((n - 1) / n * float(((each - each.mean()) ** 2).sum()))
+    left_out = values[1:]
+    n = len(left_out)
+    return math.sqrt((n - 1) / n * float(((left_out - left_out.mean()) ** 2).sum()))
 
 
 def quantile(freedom: int, level: float = LEVEL) -> float:

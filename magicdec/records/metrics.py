@@ -42,8 +42,8 @@ def _chance(meaning: str, unit: str, null: str, label: str = "", **more: Any) ->
     return recorded(meaning, unit, null=null, label=label, by_chance=True, **more)
 
 
-def _interval(of: str, unit: str) -> Any:
-    meaning = f"lower and upper end of the 95 % interval of `{of}` over the groups"
+def _interval(metric: str, unit: str) -> Any:
+    meaning = f"lower and upper end of the 95 % interval of `{metric}` over the groups"
     return _chance(meaning, unit, FEW_GROUPS)
 
 

@@ -33,7 +33,7 @@ from magicdec.records.metrics import (
     PassMetrics,
     TurnTimes,
 )
-from magicdec.records.record import Record, Status, margin_field, of_type, seal_field
+from magicdec.records.record import Record, Status, margin_field, records_of_type, seal_field
 from magicdec.records.workload import WorkloadRecord
 
 NUM_PARTS = 100  # of the time of a pass, in which the share that stages are busy is recorded
@@ -461,7 +461,7 @@ class PassRecord(JudgedRecord):
         return self.shares_prefill
 
     def repeats(self, others: Sequence[Record]) -> bool:
-        return self.name in {other.name for other in of_type(others, PassRecord)}
+        return self.name in {other.name for other in records_of_type(others, PassRecord)}
 
     @property
     def is_logged(self) -> bool:

@@ -78,7 +78,7 @@ def commands_of(records: Iterable[R]) -> Iterator[list[R]]:
         yield found
 
 
-def of_type(records: Iterable[Record], record_type: type[R]) -> list[R]:
+def records_of_type(records: Iterable[Record], record_type: type[R]) -> list[R]:
     """Those of one type, of records of several."""
     return [record for record in records if isinstance(record, record_type)]
 

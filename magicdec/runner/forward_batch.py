@@ -134,6 +134,6 @@ class EnqueuedForward:
     def show_states(self, states: Tensor) -> None:
         """Show observers the hidden states [N, B, T, hidden] after the `state_layers`."""
         parts = states.split([len(observer.state_layers) for observer in self.observers])
-        for each, own in zip(self.observers, parts, strict=True):
+        for observer, own in zip(self.observers, parts, strict=True):
             if len(own):
-                each.on_states(self, own)
+                observer.on_states(self, own)

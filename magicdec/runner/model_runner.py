@@ -331,11 +331,11 @@ class ModelRunner:
         self.has_flaws |= not is_finite
         self.counts.num_forwards += 1
         self.counts.experts_read += self.executor.take_experts_read()
-        for each, num_keys in zip(forwards, keys, strict=True):
-            num_new = each.view.num_new
-            num_rows = len(each.rows)
-            self.cache.advance(each.rows, num_new)
-            self.counts.count(0, num_new * num_rows, num_keys, num_rows * each.is_draft)
+        for forward, num_keys in zip(forwards, keys, strict=True):
+            num_new = forward.view.num_new
+            num_rows = len(forward.rows)
+            self.cache.advance(forward.rows, num_new)
+            self.counts.count(0, num_new * num_rows, num_keys, num_rows * forward.is_draft)
 
     def make_room(
         self,

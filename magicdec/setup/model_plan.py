@@ -303,7 +303,7 @@ class ModelPlan:
     @property
     def kv_bytes(self) -> int:
         pairs = zip(self.storages(), self.windows.num_layers, strict=True)
-        tokens_of_layers = sum(each.num_tokens * count for each, count in pairs)
+        tokens_of_layers = sum(storage.num_tokens * count for storage, count in pairs)
         return tokens_of_layers * self.bytes_per_token // self.part_model.num_layers
 
     @property
@@ -361,9 +361,9 @@ class ModelPlan:
         numbers = len(self.state_layers) * self.model.hidden_size
         if not numbers:
             return 0
-        each = numbers * DTYPE_BYTES[self.config.model.dtype] + 8
+        bytes_per_token = numbers * DTYPE_BYTES[self.config.model.dtype] + 8
         num_rows = self.config.capacity.rows + (self.forks is not None)
-        return num_rows * self.tokens * each
+        return num_rows * self.tokens * bytes_per_token
 
     @property
     def bytes_per_token(self) -> int:

@@ -169,7 +169,7 @@ class ModelDrafter(StandaloneDrafter):
         lengths = kv.lengths([r.row for r in requests if r.row is not None]).bounds
         text_lengths = [len(r.prompt_ids) + len(r.output_ids) for r in requests]
         lacking = [text - held for text, held in zip(text_lengths, lengths, strict=True)]
-        by_lack = sorted(zip(lacking, requests, strict=True), key=lambda each: -each[0])
+        by_lack = sorted(zip(lacking, requests, strict=True), key=lambda pair: -pair[0])
         while by_lack and by_lack[0][0] > NEWEST:
             most = by_lack[0][0]
             group = [request for count, request in by_lack if most - count < NEWEST]

@@ -93,8 +93,8 @@ class NgramDrafter(Drafter):
         rows = [request.row for request in requests if request.row is not None]
         known = [[token for token, _ in self.proposals.get(row, ())] for row in rows]
         tokens = [
-            [*each, *[request.last_token] * gamma][:gamma]
-            for request, each in zip(requests, known, strict=True)
+            [*proposed, *[request.last_token] * gamma][:gamma]
+            for request, proposed in zip(requests, known, strict=True)
         ]
         device = self._tokens.device
         self._tokens[:, :gamma].index_copy_(0, upload(rows, device), upload(tokens, device))

@@ -191,5 +191,5 @@ class Lookup:
             for index in self._searched
             for length, place in index.places(end)
         ]
-        places.sort(key=lambda each: -each[0])
+        places.sort(key=lambda match: -match[0])
         return [found for found in places if 2 * found[0] >= places[0][0]]

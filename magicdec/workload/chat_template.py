@@ -151,8 +151,8 @@ class ChatTemplate:
             except ValueError as error:
                 _refuse(self.path, str(error))
             self._check_names(used)
-            for roles, each in zip(unknown, rendered, strict=True):
-                self._known[roles] = self._frame_of(roles, each)
+            for roles, text in zip(unknown, rendered, strict=True):
+                self._known[roles] = self._frame_of(roles, text)
         return {roles: self._known[roles] for roles in conversations}
 
     def _check_names(self, used: Collection[str]) -> None:

@@ -69,18 +69,24 @@ def page() -> str:
 
 
 def vocabulary_row(uses: list[tuple[str, Declared]]) -> tuple[str, str, str, str, str]:
-    _, each = uses[0]
-    meaning = each.setting.help.replace("|", "\\|").replace("<", "&lt;")
-    default = shown(each)
-    if each.setting.other_defaults:
-        default += f"; {each.setting.other_defaults}"
+    _, declaration = uses[0]
+    meaning = declaration.setting.help.replace("|", "\\|").replace("<", "&lt;")
+    default = shown(declaration)
+    if declaration.setting.other_defaults:
+        default += f"; {declaration.setting.other_defaults}"
     commands = ", ".join(name for name, _ in uses)
-    return f"`{each.flag}`", values_of([each for _, each in uses]), default, meaning, commands
+    return (
+        f"`{declaration.flag}`",
+        values_of([declaration for _, declaration in uses]),
+        default,
+        meaning,
+        commands,
+    )
 
 
-def shown(each: Declared) -> str:
-    default = each.default
-    if default is None or default is MISSING or each.kind is bool:
+def shown(declaration: Declared) -> str:
+    default = declaration.default
+    if default is None or default is MISSING or declaration.kind is bool:
         return "-"
     words = default if isinstance(default, tuple) else [default]
     return f"`{' '.join(map(str, words))}`"

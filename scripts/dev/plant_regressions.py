@@ -53,10 +53,10 @@ def main(words: Sequence[str]) -> int:
         if baseline is None:
             baseline = folder / "baseline.jsonl"
             save(baseline)
-        for number, each in enumerate(chosen):
-            code, line = plant(each, baseline, folder / str(number))
+        for number, regression in enumerate(chosen):
+            code, line = plant(regression, baseline, folder / str(number))
             count += code == NAMED
-            print(f"{'named' if code == NAMED else 'NOT NAMED':9} {each.fault.name}: {line}")
+            print(f"{'named' if code == NAMED else 'NOT NAMED':9} {regression.fault.name}: {line}")
             sys.stdout.flush()
     print(f"{count} of {len(chosen)} regressions are named by the gate")
     return int(count < len(chosen))
@@ -68,19 +68,19 @@ def save(baseline: Path) -> None:
     subprocess.run(words, cwd=PACKAGE.parent, check=True)
 
 
-def plant(each: Regression, baseline: Path, copy: Path) -> tuple[int, str]:
+def plant(regression: Regression, baseline: Path, copy: Path) -> tuple[int, str]:
     """The exit code and the last line of a run with a regression."""
-    if (count := occurrences(each.fault)) != 1:
+    if (count := occurrences(regression.fault)) != 1:
         return BROKEN, f"its text occurs {count} times"
-    PlantedCase(each.fault, ()).plant(copy)
+    PlantedCase(regression.fault, ()).plant(copy)
     if (child := os.fork()) == 0:
-        run(each, baseline, copy)
+        run(regression, baseline, copy)
     _, status = os.waitpid(child, 0)
     lines = (copy / "out").read_text().splitlines()
     return os.waitstatus_to_exitcode(status), (lines or [""])[-1]
 
 
-def run(each: Regression, baseline: Path, copy: Path) -> None:
+def run(regression: Regression, baseline: Path, copy: Path) -> None:
     """Ends this process. What it prints is in the file `out` of the copy."""
     code = BROKEN
     try:
@@ -92,7 +92,7 @@ def run(each: Regression, baseline: Path, copy: Path) -> None:
         sys.dont_write_bytecode = True
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # of the ranks of a case
         sys.path.insert(0, str(copy))
-        code = compared(each, baseline)
+        code = compared(regression, baseline)
     except Exception:
         traceback.print_exc()
     finally:
@@ -100,7 +100,7 @@ def run(each: Regression, baseline: Path, copy: Path) -> None:
         os._exit(code)
 
 
-def compared(each: Regression, baseline: Path) -> int:
+def compared(regression: Regression, baseline: Path) -> int:
     """Run the cases, print what the gate says of those that it does not pass, and return the
     code."""
     from magicdec.bench.gate.cases import Case as GateCase
@@ -110,7 +110,7 @@ def compared(each: Regression, baseline: Path) -> int:
     from magicdec.records.comparison.conditions import describe
 
     records = {describe(record): record for record in read_baselines(baseline)}
-    names = {name for text in each.cases for name in names_with(text, list(records))}
+    names = {name for text in regression.cases for name in names_with(text, list(records))}
     baselines = [record for name, record in records.items() if name in names]
     if not baselines:
         print("the baseline file has no case of it")

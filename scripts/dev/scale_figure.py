@@ -178,10 +178,10 @@ class GpuCluster:
         size = rows * PRESETS[model].config.hidden_size * BYTES
         in_node = self.nvlink.latency_s + size / self.nvlink.bytes_per_s
         between = self.network.latency_s + size / self.network.bytes_per_s
-        each = max(1, NODE // division.tp)  # stages of a node
-        if division.stages <= each:
+        stages_per_node = max(1, NODE // division.tp)  # stages of a node
+        if division.stages <= stages_per_node:
             return in_node
-        return (in_node * (each - 1) + between) / each
+        return (in_node * (stages_per_node - 1) + between) / stages_per_node
 
     def fits(self, model: str, division: Division, rows: int, S: int) -> bool:
         """Whether a rank has room for its weights and for the cache of `rows` requests."""
@@ -199,11 +199,11 @@ class GpuCluster:
         p = division.stages
         best = math.inf
         for groups in {min(p, rows), min(2 * p, rows)}:
-            each = math.ceil(rows / groups)
+            rows_per_group = math.ceil(rows / groups)
             stage = hops = 0.0
             for T, S in passes:
-                stage += self.seconds(model, division.tp, each, T, S) / p
-                hops += self.hop_s(model, division, each * T)
+                stage += self.seconds(model, division.tp, rows_per_group, T, S) / p
+                hops += self.hop_s(model, division, rows_per_group * T)
             best = min(best, max(p * (stage + hops), groups * stage))
         return best
 
@@ -327,8 +327,8 @@ def best_pipeline(
         if 1 < d.stages <= PIPELINED_STAGES and widths and most > bound:
             ranks = min(widths, key=lambda n: cluster.seconds(draft, n, 1, 1, min(S, BUDGET)))
             lanes = math.ceil(requests / d.replicas)
-            each = cluster.pipelined(model, d.stages, d.tp, S, lanes, acceptance, ranks)
-            speeds.append((each * requests / lanes, d))
+            speed = cluster.pipelined(model, d.stages, d.tp, S, lanes, acceptance, ranks)
+            speeds.append((speed * requests / lanes, d))
     best = max(speeds, key=lambda way: way[0], default=None)
     return best if best is not None and best[0] > bound else None
 

@@ -244,7 +244,7 @@ class Place:
     def best(self, B: int, S: int) -> tuple[DraftingWay | None, float, int]:
         """The way with the fastest steps, its speedup and its drafts; None if none pays."""
         found = [(*self.speedup(way, B, S), way) for way in WAYS]
-        speedup, gamma, way = max(found, key=lambda each: each[0])
+        speedup, gamma, way = max(found, key=lambda measured: measured[0])
         return (way, speedup, gamma) if speedup >= PAYS else (None, 1.0, 0)
 
 

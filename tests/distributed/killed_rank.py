@@ -31,8 +31,8 @@ command, phase = os.environ["KILLED_IN"].split(": ")
 module, path, last = PHASES[phase]
 *owners, name = path.split(".")
 owner: Any = import_module(module)
-for each in owners:
-    owner = getattr(owner, each)
+for attribute in owners:
+    owner = getattr(owner, attribute)
 function = getattr(owner, name)
 calls = 0
 

@@ -139,18 +139,18 @@ def make_mixed(order: tuple[int, ...]) -> list[tuple[str, KVSection, tuple[int, 
     """Prompt lookup and a model, a standalone one on the first of the ranks in `order`."""
     full, streaming_llm, *others = KV_SECTIONS
     verified = next(kv for kv in others if kv.policy == "verified")
-    of_self = [("ngram+self", kv, None) for kv in (streaming_llm, verified)]
-    of_model = [("ngram+model", full, order[:1]), ("ngram+model", streaming_llm, order)]
-    return [*of_self, *of_model, ("ngram+eagle", full, order[:1])]
+    self_cases = [("ngram+self", kv, None) for kv in (streaming_llm, verified)]
+    model_cases = [("ngram+model", full, order[:1]), ("ngram+model", streaming_llm, order)]
+    return [*self_cases, *model_cases, ("ngram+eagle", full, order[:1])]
 
 
 def make_stops(groups: Sequence[tuple[int, ...]]) -> list[MatrixCase]:
     """Chains that stop, of a draft on each kind of group: ranks without it learn how long they
     are."""
     _, streaming_llm, *_ = KV_SECTIONS
-    of_drafts = [MatrixCase("model", streaming_llm, 5, ranks, pa=0.3) for ranks in groups]
-    of_head = MatrixCase("eagle", streaming_llm, 5, groups[0], pa=0.9)
-    return [MatrixCase("self", streaming_llm, 5, pa=0.3), *of_drafts, of_head]
+    draft_cases = [MatrixCase("model", streaming_llm, 5, ranks, pa=0.3) for ranks in groups]
+    head_case = MatrixCase("eagle", streaming_llm, 5, groups[0], pa=0.9)
+    return [MatrixCase("self", streaming_llm, 5, pa=0.3), *draft_cases, head_case]
 
 
 def make_replayed(groups: Sequence[tuple[int, ...]], is_in_turn: bool) -> list[MatrixCase]:

@@ -49,7 +49,7 @@ def key(case: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @pytest.fixture(scope="module")
-def of_one_rank() -> dict[int, list[Result]]:
+def results_of_one_rank() -> dict[int, list[Result]]:
     """By the number of KV heads; filled by the first test that needs them."""
     return {}
 
@@ -70,7 +70,7 @@ def test_every_drafter_and_policy_emits_the_baselines_tokens(
     kv_heads: int,
     launch: Launch,
     tmp_path: Path,
-    of_one_rank: dict[int, list[Result]],
+    results_of_one_rank: dict[int, list[Result]],
 ) -> None:
     """The draft model: the target's weights, a little disturbed, so that some of it is accepted."""
     target = tiny_transformer(replace(TINY, num_kv_heads=kv_heads))
@@ -90,7 +90,7 @@ def test_every_drafter_and_policy_emits_the_baselines_tokens(
     greedy = [r for r in results if not r.case["is_sampled"]]
     wrong = [r.case for r in greedy if r.tokens not in (baseline.tokens, few)]
     assert not wrong, wrong
-    alone = {key(r.case): r for r in of_one_rank.setdefault(kv_heads, results)}
+    alone = {key(r.case): r for r in results_of_one_rank.setdefault(kv_heads, results)}
     for r in results:
         if r.case["steps"] == "native":
             check_acceptance(r, alone[key(r.case)])
@@ -143,10 +143,10 @@ def test_the_table_is_complete() -> None:
 
 def test_no_more_is_refused_than_a_draft_that_nothing_verifies() -> None:
     for drafter, policy in product(DRAFTERS, KV_POLICIES):
-        said = refusal(drafter, KVSection(policy)) or ""
+        message = refusal(drafter, KVSection(policy)) or ""
         if drafter.endswith("model") and policy in ("verified", "retrieval"):
-            assert f"--kv_policy {policy}: a standalone draft is never verified itself" in said
+            assert f"--kv_policy {policy}: a standalone draft is never verified itself" in message
         elif drafter.endswith(EAGLE) and policy not in ("full", "streaming_llm"):
-            assert f"--kv_policy {policy}: an EAGLE-3 head keeps its whole cache" in said
+            assert f"--kv_policy {policy}: an EAGLE-3 head keeps its whole cache" in message
         else:
-            assert said == ""
+            assert message == ""

@@ -45,7 +45,9 @@ def test_cases_on_ranks_have_whole_records(found: list[Result]) -> None:
         assert record.config["model"]["native_steps"] == "on"
         hashes = [request.draft_hashes or [] for request in record.requests]
         assert max(map(len, hashes)) == len(group.step_ms) and all(hashes)
-        assert {len(each) for of_request in hashes for each in of_request} == {2 * DIGITS}
+        assert {len(digest) for request_hashes in hashes for digest in request_hashes} == {
+            2 * DIGITS
+        }
     assert isinstance(again, PassRecord)
     same = compare([again], [record for record in on_ranks if isinstance(record, PassRecord)])
     assert [(c.verdict, c.rule) for c in same] == [("same", "exact")], same

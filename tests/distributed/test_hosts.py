@@ -70,7 +70,7 @@ def test_a_ring_of_hosts_decodes_the_tokens_of_one_process(tmp_path: Path) -> No
     assert ring["environment"]["world_size"] == 2 and ring["status"] == "verified"
     assert ring["config"]["parallel"]["collectives"] == "gloo"
     assert ring["config"]["parallel"]["threads"] == 2 and ring["environment"]["threads"] == 2
-    assert [each["groups"][0]["threads"] for each in (one, ring)] == [[2, 0], [2, 2]]
+    assert [record["groups"][0]["threads"] for record in (one, ring)] == [[2, 0], [2, 2]]
     assert ring["details"]["num_layers"] == [3, 3] and max(ring["details"]["queue_depth"]) > 0
     assert chart.read_bytes().startswith(b"\x89PNG")
 
@@ -156,8 +156,8 @@ def test_a_host_that_is_killed_early_is_named_by_all_others(tmp_path: Path) -> N
     )
     assert done.returncode == 1, done.stdout + done.stderr
     for rank in range(3):
-        said = (
+        pattern = (
             rf"^host{rank}: rank {rank}: (rank 3 has not been heard of for \d+ s"
             "|the connection with rank 3 is lost: .*)$"
         )
-        assert re.search(said, done.stdout, re.MULTILINE), done.stdout
+        assert re.search(pattern, done.stdout, re.MULTILINE), done.stdout

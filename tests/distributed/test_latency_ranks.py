@@ -145,8 +145,8 @@ def test_what_the_model_cannot_do_is_refused(launch: Launch, tiny_checkpoint: Pa
     flags = "--model", tiny_checkpoint, "--prefix_len", 64, 1020, "--T", 1, 5
     done = launch("latency_benchmark.py", *flags, num_ranks=2)
     assert done.stdout == "" and done.returncode == 2
-    said = "latency_benchmark.py: --prefix_len 1020 + --T 5 = 1025 exceeds the 1024"
-    assert done.stderr.startswith(said)
+    message = "latency_benchmark.py: --prefix_len 1020 + --T 5 = 1025 exceeds the 1024"
+    assert done.stderr.startswith(message)
 
 
 @pytest.mark.wide

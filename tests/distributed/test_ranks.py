@@ -70,8 +70,8 @@ def test_every_rank_count_and_order_emits_the_same_tokens(
     assert record["correctness"]["num_tokens"] == 6 * 40
     assert record["config"]["parallel"]["rank_group"] == list(map(int, group))
     assert record["environment"]["world_size"] == len(group)
-    for each in (plain, record):
-        threads = [batch["threads"] for batch in each["groups"]]
+    for run_record in (plain, record):
+        threads = [batch["threads"] for batch in run_record["groups"]]
         assert threads == [[1] * len(group)] * 2, "of each batch"
     assert 0 < record["metrics"]["draft_acceptance_rate"] < 1
     assert [len(sample["prompt_ids"]) for sample in found.saved] == [80] * 6
@@ -214,7 +214,7 @@ def test_int8_weights_have_the_same_tokens_on_all_ranks(
     plain = drive("selfspec", *flags, "--model", whole_groups)
     assert plain.records[-1]["config"]["model"]["target_dtype"] == "float32"
     assert plain.tokens != outputs[0].tokens
-    read = [each.records[0]["metrics"]["bytes_read"] for each in (outputs[0], plain)]
+    read = [run.records[0]["metrics"]["bytes_read"] for run in (outputs[0], plain)]
     assert read[0] < 0.75 * read[1]
 
 

@@ -190,15 +190,15 @@ def test_a_thousand_samples_leave_nothing_behind(
     for rank in range(3):
         held = read_records(tmp_path / f"rank{rank}.jsonl")[4:]  # from the 500th sample on
         assert held[-1]["ended"] >= 1000 and len(held) >= 6
-        assert len({each["threads"] for each in held}) == 1
-        assert len({each["files"] for each in held}) == 1
+        assert len({sample["threads"] for sample in held}) == 1
+        assert len({sample["files"] for sample in held}) == 1
         num_messages = 6 * (held[-1]["ended"] - held[0]["ended"])
         new_blocks = held[-1]["python_blocks"] - held[0]["python_blocks"]
         assert new_blocks < num_messages * (14 if rank == 0 else 5)
         growth = [b["native_kb"] - a["native_kb"] for a, b in pairwise(held)]
         assert median(growth) < (40 if rank == 0 else 16), growth
         assert held[-1]["anonymous_kb"] - held[0]["anonymous_kb"] < 4000
-        assert all(each["ring_kb"] == each["shared_kb"] for each in held)
+        assert all(sample["ring_kb"] == sample["shared_kb"] for sample in held)
         assert held[-1]["ring_kb"] == held[-3]["ring_kb"] < 2 * 1024 + 64
 
 
@@ -228,7 +228,7 @@ def test_the_tokens_are_those_of_one_process(
 ) -> None:
     outputs = answer_of(launch, "distributed/ring.py", *models, num_ranks=num_ranks)
     assert num_ranks != 4 or set(cases_of(num_ranks, 0)) == set(CASES)
-    for model, (path, of_model) in enumerate(zip(models, outputs, strict=True)):
-        for case, tokens in zip(cases_of(num_ranks, model), of_model, strict=True):
+    for model, (path, model_outputs) in enumerate(zip(models, outputs, strict=True)):
+        for case, tokens in zip(cases_of(num_ranks, model), model_outputs, strict=True):
             assert tokens == one_process(path, case), (path.name, case)
             assert len({len(token) for token in tokens}) > 4 and len(tokens) == len(LENGTHS)

@@ -136,11 +136,11 @@ def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
     assert "draft weights" in done.stdout and "draft KV" in done.stdout
     assert all(record["metrics"]["request_tokens_per_s"] > 0 for record in records)
     for record in records:
-        of = record["requests"]
-        ends = sorted(each["finished_ms"] for each in of[:2])
+        requests = record["requests"]
+        ends = sorted(request["finished_ms"] for request in requests[:2])
         is_alone = record is records[0]  # with one lane
-        assert of[2]["joined_ms"][0] >= ends[is_alone], "until then no lane was free"
-        times = [each["first_token_ms"] - each["joined_ms"][0] for each in of]
+        assert requests[2]["joined_ms"][0] >= ends[is_alone], "until then no lane was free"
+        times = [request["first_token_ms"] - request["joined_ms"][0] for request in requests]
         speed = record["metrics"]["request_prefill_tokens_per_s"]
         assert speed == pytest.approx(fmean(70e3 / ms for ms in times))
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]

@@ -56,8 +56,10 @@ def test_rounding_explains_what_differs_between_ranks(
     assert first["status"] == "verified" and first["correctness"]["judged_again"]["num_wrong"] == 0
     assert {record["status"] for record in others} <= {"verified", "verified_with_ties"}
     # The first rank alone computed one of the first two, and stages have kept no logits.
-    of_first, forwards, *of_stages = (record["correctness"]["forwards"] for record in records)
-    assert of_first is None and not any(of_stages)
+    first_forwards, forwards, *stage_forwards = (
+        record["correctness"]["forwards"] for record in records
+    )
+    assert first_forwards is None and not any(stage_forwards)
     assert forwards["num_measured"] == forwards["num_positions"] > 100
     assert 0.8 < forwards["error_ratio"] < 1.25 and forwards["hidden_error"] < 0.05
     differing = [record for record in others if record["status"] == "verified_with_ties"]

@@ -66,8 +66,8 @@ class PlainModel:
         """Which positions each of the tokens sees in each layer and head, bool [L, G, T, T]: those
         before it, within the layer's sliding window."""
         mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
-        of_layers = [mask if w is None else mask.triu(1 - w) for w in self.windows]
-        return torch.stack(of_layers)[:, None].repeat(1, self.config.num_kv_heads, 1, 1)
+        layer_masks = [mask if w is None else mask.triu(1 - w) for w in self.windows]
+        return torch.stack(layer_masks)[:, None].repeat(1, self.config.num_kv_heads, 1, 1)
 
     def run(self, ids: Sequence[int], masks: Tensor | None = None) -> Seen:
         """`masks` bool [L, G, T, T] say what each token sees, by default what the target's do."""
@@ -79,9 +79,9 @@ class PlainModel:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             queries, keys, values = (x[0].transpose(0, 1).clone() for x in (q, k, v))
-            each = len(queries) // groups
-            scores = queries @ keys.repeat_interleave(each, 0).mT * queries.shape[-1] ** -0.5
-            hidden = ~masks[layer].repeat_interleave(each, 0)
+            group_size = len(queries) // groups
+            scores = queries @ keys.repeat_interleave(group_size, 0).mT * queries.shape[-1] ** -0.5
+            hidden = ~masks[layer].repeat_interleave(group_size, 0)
             scores = scores.masked_fill(hidden, -torch.inf)
             sinks = self.model.blocks[layer].attention.sinks
             if sinks is not None:
@@ -89,16 +89,16 @@ class PlainModel:
             weights = scores.softmax(dim=-1)[..., :count]
             for part, tensor in zip(parts, (queries, keys, weights), strict=True):
                 part.append(tensor)
-            return (weights @ values.repeat_interleave(each, 0)).transpose(0, 1)[None]
+            return (weights @ values.repeat_interleave(group_size, 0)).transpose(0, 1)[None]
 
         positions = torch.arange(count)[None]
         with torch.inference_mode():
             logits = self.model(torch.tensor([list(ids)]), positions, attend, lambda x: x)[0]
         return Seen(logits, *parts)
 
-    def by_group(self, of_heads: Tensor) -> Tensor:
+    def by_group(self, by_head: Tensor) -> Tensor:
         """Sum over the query heads of each KV head: [H, ...] to [G, ...]."""
-        return of_heads.unflatten(0, (self.config.num_kv_heads, -1)).sum(dim=1)
+        return by_head.unflatten(0, (self.config.num_kv_heads, -1)).sum(dim=1)
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,11 @@ class WantedChoice:
             return f"{sorted(self.always - read)} are not read"
         rest = read - self.always
         taken = [unit <= rest for unit in self.units]
-        of_units = frozenset[int]().union(*(u for u, t in zip(self.units, taken, strict=True) if t))
-        if rest != of_units:
-            return f"{sorted(rest - of_units)} are read"
+        taken_units = frozenset[int]().union(
+            *(u for u, t in zip(self.units, taken, strict=True) if t)
+        )
+        if rest != taken_units:
+            return f"{sorted(rest - taken_units)} are read"
         if sum(taken) != min(self.count, len(self.units)):
             return f"{sum(taken)} units are read in place of {self.count}"
         kept = [score for score, take in zip(self.scores, taken, strict=True) if take]
@@ -234,7 +236,10 @@ class ByPastAttention(PlainReference):
         always = frozenset(range(begin, now))
         units = tuple(frozenset([p]) for p in range(first, begin))
         return [
-            [WantedChoice(always, units, tuple(of_head.tolist()), count) for of_head in scores]
+            [
+                WantedChoice(always, units, tuple(head_scores.tolist()), count)
+                for head_scores in scores
+            ]
             for scores in self.scores(first, begin, at)
         ]
 
@@ -244,8 +249,8 @@ class ByPastAttention(PlainReference):
         seen = self.plain.read(self.chosen)
         found = []
         for queries, keys in zip(seen.queries, seen.keys, strict=True):
-            each = len(queries) // len(keys)
-            products = queries[:, begin:at] @ keys.repeat_interleave(each, 0)[:, first:at].mT
+            group_size = len(queries) // len(keys)
+            products = queries[:, begin:at] @ keys.repeat_interleave(group_size, 0)[:, first:at].mT
             later = torch.ones(at - begin, at - first, dtype=torch.bool).triu(begin - first + 1)
             weights = (products * queries.shape[-1] ** -0.5).masked_fill(later, -torch.inf)
             votes = self.plain.by_group(weights.softmax(dim=-1).sum(dim=1))[:, : begin - first]
@@ -278,8 +283,8 @@ class BestBlocks(PlainReference):
         num_blocks = (room - (count - begin)) // BLOCK
         return [
             [
-                WantedChoice(always, units, tuple(of_head[numbers].tolist()), num_blocks)
-                for of_head in self.block_scores(text, layer)
+                WantedChoice(always, units, tuple(head_scores[numbers].tolist()), num_blocks)
+                for head_scores in self.block_scores(text, layer)
             ]
             for layer in range(self.plain.config.num_layers)
         ]

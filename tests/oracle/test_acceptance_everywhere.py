@@ -25,7 +25,7 @@ WORKLOAD = "--prefix_len 160 --gen_len 49 --B 3 --dtype float32 --threads 1 --ig
 MOST = 6
 # The words of a run, and of the acceptance that it is compared with. Cells of equal words for the
 # latter are measured by one command, after one prefill.
-OF_TEXT = {
+DRAFTS_BY_TEXT = {
     "self streaming_llm 49": "--draft self --budget 49",
     "self full": "--draft self --budget -1",
     "self snapkv 49": "--draft self --budget 49 --kv_policy snapkv",
@@ -75,7 +75,7 @@ def table_of(folder: Path, workload: str) -> dict[str, Any]:
     for line in out.read_text().splitlines():
         record = json.loads(line)
         found[name_of(record)] = record
-    assert set(found) == {*OF_TEXT, *NOT_OF_TEXT, "self:int8 full"}
+    assert set(found) == {*DRAFTS_BY_TEXT, *NOT_OF_TEXT, "self:int8 full"}
     assert len({record["outputs_sha256"] for record in found.values()}) == 1
     return found
 
@@ -135,14 +135,14 @@ def pairs_of(
     assert [len(text) for text in counts] == [last] * w["batch_size"]
     return [
         (accepted, min(counts[number][at - 1], drafted))
-        for number, of_request in verifications(steps).items()
-        for at, drafted, accepted in of_request
+        for number, request_verifications in verifications(steps).items()
+        for at, drafted, accepted in request_verifications
         if at <= last
     ]
 
 
 @pytest.mark.parametrize("gamma", [3, MOST])
-@pytest.mark.parametrize("name", OF_TEXT)
+@pytest.mark.parametrize("name", DRAFTS_BY_TEXT)
 def test_every_verification_of_a_run_accepts_what_the_table_says(
     name: str,
     gamma: int,
@@ -151,11 +151,11 @@ def test_every_verification_of_a_run_accepts_what_the_table_says(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    words = f"{OF_TEXT[name]} --gamma {gamma}"
+    words = f"{DRAFTS_BY_TEXT[name]} --gamma {gamma}"
     pairs = pairs_of(command, monkeypatch, tmp_path, table[name], words)
     assert table[name]["inexact"] is None
     assert len(pairs) > (0 if name == "ngram" else 20)
-    assert [ours for ours, _ in pairs] == [said for _, said in pairs]
+    assert [ours for ours, _ in pairs] == [theirs for _, theirs in pairs]
     (record,) = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     rows = {row["depth"]: row["tokens_per_step"] for row in table[name]["rows"]}
     if name != "ngram":  # a lookup of which a run drafts fewer tokens
@@ -171,7 +171,7 @@ def test_by_the_thousand_verifications_accept_what_the_table_says(
     workload = "--prefix_len 512 --gen_len 193 --B 8 --dtype float32 --threads 1 --ignore_eos"
     table = table_of(tmp_path, workload)
     num_verifications = 0
-    for name, words in OF_TEXT.items():
+    for name, words in DRAFTS_BY_TEXT.items():
         for gamma in (2, MOST):
             given = f"{words} --gamma {gamma}"
             folder = tmp_path / f"{len(name)} {gamma} {num_verifications}".replace(" ", "-")
@@ -199,9 +199,9 @@ def test_drafts_that_follow_from_the_way_there_say_so(
     assert table[name]["inexact"]
     words = f"{NOT_OF_TEXT[name]} --gamma {MOST}"
     pairs = pairs_of(command, monkeypatch, tmp_path, table[name], words)
-    equal = sum(ours == said for ours, said in pairs)
+    equal = sum(ours == theirs for ours, theirs in pairs)
     assert len(pairs) > 20 and equal >= 0.8 * len(pairs)
-    tokens = [each["tokens_per_step"] for each in table[name]["rows"]]
+    tokens = [row["tokens_per_step"] for row in table[name]["rows"]]
     assert (None in tokens) == (name not in CHAINS) and tokens[-1] is not None
 
 
@@ -222,7 +222,7 @@ def test_a_window_of_a_head_depends_on_how_many_tokens_a_step_commits(
     monkeypatch.setattr(EagleDrafter, "__init__", begin_with_one_slot)
     words = f"{NOT_OF_TEXT[WINDOWED_HEAD]} --gamma {MOST}"
     pairs = pairs_of(command, monkeypatch, tmp_path, table[WINDOWED_HEAD], words)
-    assert len(pairs) > 20 and [ours for ours, _ in pairs] == [said for _, said in pairs]
+    assert len(pairs) > 20 and [ours for ours, _ in pairs] == [theirs for _, theirs in pairs]
 
 
 FORKED = {

@@ -248,11 +248,11 @@ def exact_heads(
     ranges = view.ranges[1] if view.per_head else view.ranges[:, None].expand(-1, groups, -1, -1)
     found = []
     keys_read, values_read = case.read()
-    for i, of_heads in enumerate(ranges.tolist()):
+    for i, head_ranges in enumerate(ranges.tolist()):
         row = view.rows[i]
         length = view.lengths[i]
         tail = range(int(view.committed[i]), length + view.num_new)
-        for g, own in enumerate(of_heads):
+        for g, own in enumerate(head_ranges):
             queries = slice(g * num_heads // groups, (g + 1) * num_heads // groups)
             keys = [s for a, b in own for s in range(a, b)] + [*tail]
             assert window is not None or len(keys) == view.num_visible[i] + view.num_new

@@ -45,7 +45,7 @@ def model_of(name: str) -> Any:
 def size_of(name: str, part: str = "", but: str = "no part") -> int:
     """Numbers in transformers' parameters whose name has this part."""
     named = dict(model_of(name).named_parameters())
-    return sum(p.numel() for each, p in named.items() if part in each and but not in each)
+    return sum(p.numel() for key, p in named.items() if part in key and but not in key)
 
 
 @pytest.mark.parametrize("name", EXPERTS)
@@ -70,8 +70,8 @@ def chosen_experts(name: str, ids: Tensor, num_used: int) -> int:
     logits = list[Tensor]()
     routers = [
         module
-        for each, module in model_of(name).named_modules()
-        if each.endswith(("mlp.gate", "mlp.router", "block_sparse_moe.gate"))
+        for key, module in model_of(name).named_modules()
+        if key.endswith(("mlp.gate", "mlp.router", "block_sparse_moe.gate"))
     ]
     assert routers, "the mixture has a router in each layer"
 
@@ -84,7 +84,7 @@ def chosen_experts(name: str, ids: Tensor, num_used: int) -> int:
     for hook in hooks:
         hook.remove()
     best = [logit.view(ids.numel(), -1)[-2:].topk(num_used).indices for logit in logits]
-    return sum(len(each.unique()) for each in best)
+    return sum(len(experts.unique()) for experts in best)
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
@@ -121,14 +121,14 @@ KEY_BYTES = 2 * 2 * 16 * FLOAT  # K and V of two heads of 16 numbers
 def test_a_window_is_read_up_to_its_size(cached: int, num_new: int) -> None:
     """One below a full window, full, and beyond, where each of several tokens has one of its own,
     and all of them together read the union."""
-    of_window = len(
+    window_keys = len(
         {
             key
             for at in range(cached, cached + num_new)
             for key in range(max(0, at - WINDOW + 1), at + 1)
         }
     )
-    by_hand = KEY_BYTES * (2 * of_window + cached + num_new)
+    by_hand = KEY_BYTES * (2 * window_keys + cached + num_new)
     config = stored("gemma3").source.config
     assert Deployment(config, ANY, FLOAT).forward(1, num_new, cached).kv_bytes == by_hand
     runner = make_runner(stored("gemma3").load(), 1, 128)

@@ -154,9 +154,9 @@ def test_lengths_on_the_host_may_be_bounds(
     if not capabilities_of(backend).returns_weights:
         return
     _, mass = built.run_with_weights(1, *inputs, loose)
-    _, of_all = expected.run_with_weights(1, *inputs, view)
-    num_blocks = of_all.shape[2]
-    assert (mass[..., :num_blocks] - of_all).abs().max() < 1e-4
+    _, exact = expected.run_with_weights(1, *inputs, view)
+    num_blocks = exact.shape[2]
+    assert (mass[..., :num_blocks] - exact).abs().max() < 1e-4
     assert mass.shape[2] > num_blocks and not mass[..., num_blocks:].any()
 
 

@@ -121,18 +121,21 @@ def check_reads(
         is_new = count not in before
         heads = before.setdefault(count, forward.read)
         wanted = reference.wanted(text[:count], event.asked) if is_new else None
-        for layer, of_layer in enumerate(forward.read):
+        for layer, layer_reads in enumerate(forward.read):
             first = reference.first_of(forward.begin, layer)
             seen["slid"] += first > 0
-            for head, read in enumerate(of_layer):
+            for head, read in enumerate(layer_reads):
                 where = f"{place}, {forward.begin} tokens, layer {layer}, head {head}"
                 tail = {p for p in read if p >= count}
                 assert tail == set(range(max(count, first), forward.end)), where
                 if wanted is not None:
-                    each = wanted[layer][head]
-                    seen["by score"] += 0 < each.count < len(each.units)
+                    choice = wanted[layer][head]
+                    seen["by score"] += 0 < choice.count < len(choice.units)
                     seen["everything"] += len(read - tail) == count
-                    assert (said := each.complaint(read - tail, TOLERANCE)) is None, (where, said)
+                    assert (complaint := choice.complaint(read - tail, TOLERANCE)) is None, (
+                        where,
+                        complaint,
+                    )
                 kept = {p for p in heads[layer][head] if first <= p < count}
                 assert {p for p in read - tail if p >= first} == kept, where
     seen["drafts"] += 1
@@ -144,8 +147,8 @@ def check_tokens(event: WatchedDraft, model: PlainModel, place: str) -> None:
     before = len(event.text)
     ids = [*event.text, *event.chain]
     masks = model.causal(len(ids))
-    for layer, of_layer in enumerate(event.forwards[0].read):
-        for head, read in enumerate(of_layer):
+    for layer, layer_reads in enumerate(event.forwards[0].read):
+        for head, read in enumerate(layer_reads):
             hidden = [p for p in range(before) if p not in read]
             masks[layer, head, before:, hidden] = False
     logits = model.run(ids, masks).logits[before:-1]
@@ -178,7 +181,7 @@ FEW = {
     ("retrieval", "grouped", False),
     ("retrieval", "grouped", True),
 }
-EACH = [
+SCHEDULED = [
     pytest.param(
         *case,
         marks=() if case in FEW else pytest.mark.wide,
@@ -188,12 +191,12 @@ EACH = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "name", "is_native"), EACH)
+@pytest.mark.parametrize(("policy", "name", "is_native"), SCHEDULED)
 def test_self_speculation_reads_what_its_policy_says(
     policy: str, name: str, is_native: bool
 ) -> None:
     seen = run_schedules(policy, name, range(2), is_native=is_native)
-    assert min(seen[each] for each in ("none", "some", "all")) > 0, seen
+    assert min(seen[kind] for kind in ("none", "some", "all")) > 0, seen
     assert (seen["slid"] > 0) == ("window" in name), seen
     assert seen["admitted"] > seen["requests"], "some were preempted and came back"
     assert (seen["by score"] > 0) == (policy in ("snapkv", "retrieval", "verified")), seen
@@ -215,7 +218,7 @@ def test_a_standalone_draft_reads_what_its_policy_says(policy: str) -> None:
     """StreamingLLM in a cache that gives blocks back. The draft lacks one or two of the newest
     tokens, or more after steps without drafts."""
     seen = run_schedules(policy, "grouped", range(1), drafter="model")
-    assert min(seen[each] for each in ("none", "some", "all")) > 0, seen
+    assert min(seen[kind] for kind in ("none", "some", "all")) > 0, seen
 
 
 @pytest.mark.usefixtures("trusted_lookups")

@@ -80,14 +80,14 @@ LISTED = {
     "kv/forward_counts.copy: tolist",
 }
 # Drafts are measured before their number is chosen.
-OF_MEASUREMENT = {"speculation/steps/calibration._measure: tolist"}
+MEASUREMENT_WAITS = {"speculation/steps/calibration._measure: tolist"}
 # Whether a chain goes on under `--pa`, which captured steps refuse.
-OF_PA = {
+PA_WAITS = {
     "speculation/draft_kv.draft_chain: is_nonzero",
     "speculation/drafter.proposal_of_source: item",
 }
 SHORT = [12, 6, 18, 3, 10]  # new tokens: every operator here takes much longer than elsewhere
-OF_STAGES = {
+STAGE_WAITS = {
     "distributed/channels/message.wait_for_stream: synchronize",
     "systems/mdi_llm/recurrent._tokens: tolist",
     "systems/mdi_llm/recurrent.judge: tolist",
@@ -148,7 +148,7 @@ def test_steps_of_any_draft_lengths_wait_once(
     recorder = StandInRecorder() if captures else None
     found = run(*started(device=str(DEVICE)), drafter, kv, "auto", recorder, OneAlone(SCRIPT))
     assert found[0] == tokens
-    check(waits, LISTED | OF_MEASUREMENT)
+    check(waits, LISTED | MEASUREMENT_WAITS)
 
 
 @pytest.mark.wide
@@ -298,8 +298,8 @@ def test_chains_that_stop(drafter: str, policy: str, waits: Counter[str]) -> Non
     expected = run(*started(), drafter, kv, 4, None, pa=0.02)
     found = run(*started(device=str(DEVICE)), drafter, kv, 4, None, pa=0.02)
     assert found[:2] == expected[:2]
-    check(waits, LISTED | OF_PA)
-    assert set(waits) & OF_PA
+    check(waits, LISTED | PA_WAITS)
+    assert set(waits) & PA_WAITS
 
 
 def test_graphs_of_stages_and_of_chains_that_stop_are_refused() -> None:
@@ -332,7 +332,7 @@ def test_requests_in_flight(
     seeds = [9, 11]
     monkeypatch.setattr(test_in_flight, "MODEL", tiny_transformer(seed=1).to(DEVICE))
     test_in_flight.check_seeds(seeds, drafter, kv, captures)
-    check(waits, LISTED | OF_MEASUREMENT | (set() if captures else OF_PA))
+    check(waits, LISTED | MEASUREMENT_WAITS | (set() if captures else PA_WAITS))
     assert waits[STEP] > 0
 
 
@@ -349,7 +349,7 @@ def test_a_ring_of_stages(drafter: str, waits: Counter[str]) -> None:
         return [request.output_ids for request in requests]
 
     assert served(DEVICE) == served("cpu")
-    check(waits, LISTED | OF_STAGES)
+    check(waits, LISTED | STAGE_WAITS)
 
 
 @pytest.mark.wide
@@ -366,7 +366,7 @@ def test_a_pipeline_of_stages(mode: str, waits: Counter[str]) -> None:
     drafter = ModelPathDrafter(draft, full, TINY.vocab_size, CoupledSampling(SamplingSection()))
     serve(parts, drafter, Options(mode=mode, gamma=3, pa=0.1, lanes=2), requests, 16)
     assert [request.output_ids for request in requests] == tokens
-    check(waits, LISTED | OF_STAGES)
+    check(waits, LISTED | STAGE_WAITS)
 
 
 TOUCHES: dict[str, Callable[[torch.Tensor], object]] = {

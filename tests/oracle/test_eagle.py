@@ -77,7 +77,7 @@ def transformers_states(model: Transformer, token_ids: list[int]) -> list[Tensor
     )
     with torch.inference_mode():
         found = theirs(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
-    return [*(each[0] for each in found[:-1]), last[0].reshape(len(token_ids), -1)]
+    return [*(states[0] for states in found[:-1]), last[0].reshape(len(token_ids), -1)]
 
 
 @pytest.mark.narrow("values")

@@ -110,10 +110,10 @@ def test_bytes_are_those_of_the_experts_that_were_read() -> None:
     runner = make_runner(pack(tiny_transformer(config)), 2, 40)
     Engine(runner, 64).prefill(make_requests(random_prompts([9, 4], config.vocab_size), 5))
     counts = runner.counts.copy()
-    of_experts, number = expert_bytes(runner.model)
+    expert_total, number = expert_bytes(runner.model)
     assert number == 8 and 3 <= counts.experts_read <= 8 * counts.num_forwards
-    always = counts.num_forwards * (weight_bytes(runner.model) - of_experts)
-    read = of_experts // 8 * counts.experts_read
+    always = counts.num_forwards * (weight_bytes(runner.model) - expert_total)
+    read = expert_total // 8 * counts.experts_read
     assert bytes_read(runner.model, counts) == always + read + counts.kv_bytes_read
 
 
@@ -122,11 +122,11 @@ def test_predicted_bytes_of_a_step_grow_with_its_tokens() -> None:
     experts = ExpertsConfig(128, 8, 768)
     assert [round(experts.touched(T), 1) for T in (1, 4, 8, 32)] == [8.0, 29.1, 51.6, 111.8]
     config = replace(CONFIG, experts=experts)
-    of_all = costs.expert_bytes(config, Shard(), 2)
-    assert of_all == 2 * 3 * 128 * 768 * config.hidden_size * config.num_layers
+    expert_total = costs.expert_bytes(config, Shard(), 2)
+    assert expert_total == 2 * 3 * 128 * 768 * config.hidden_size * config.num_layers
     deployment = costs.Deployment(config, Hardware(1e9, 1e9), 2)
     read = [deployment.forward(1, T, 0).weight_bytes for T in (1, 4)]
-    grown = of_all * (experts.touched(4) - 8) / 128
+    grown = expert_total * (experts.touched(4) - 8) / 128
     assert read[1] - read[0] == pytest.approx(grown, abs=2)
 
 
@@ -154,6 +154,6 @@ def test_auto_gamma_times_the_experts_of_unlike_drafts(monkeypatch: pytest.Monke
     monkeypatch.setattr("time.perf_counter", lambda: float(runner.counts.experts_read))
     seconds = strategy.measure(batch)
     assert [seconds[count] for count in counted] == [*counted.values()]
-    of_verification = counted[8] - 8 * counted[0]  # each draft reads as many as a decode step
-    assert counted[0] == 2 * 2 and of_verification > 2 * counted[0]
-    assert of_verification <= 2 * 32
+    verification_experts = counted[8] - 8 * counted[0]  # each draft reads as many as a decode step
+    assert counted[0] == 2 * 2 and verification_experts > 2 * counted[0]
+    assert verification_experts <= 2 * 32

@@ -69,7 +69,7 @@ KINDS = {
     "falcon-11b",
     "bloom",
 }
-OF_EVERY_KIND = [
+ONE_OF_EVERY_KIND = [
     name if name in KINDS else pytest.param(name, marks=pytest.mark.wide) for name in NAMES
 ]
 LENGTHS = [40, 7, 61]
@@ -83,7 +83,7 @@ KV_SECTIONS = [
 
 
 @pytest.mark.narrow(9)
-@pytest.mark.parametrize("name", OF_EVERY_KIND)
+@pytest.mark.parametrize("name", ONE_OF_EVERY_KIND)
 def test_greedy_tokens_are_the_references(name: str) -> None:
     """Prompts in chunks of 16, then one token at a time, with rows of unequal length."""
     model = stored(name)
@@ -96,7 +96,7 @@ def test_greedy_tokens_are_the_references(name: str) -> None:
     assert max(len(set(text)) for text in expected) > 8, "they say something"
 
 
-@pytest.mark.parametrize("name", OF_EVERY_KIND)
+@pytest.mark.parametrize("name", ONE_OF_EVERY_KIND)
 def test_stages_compute_the_bits_of_the_whole_model(name: str) -> None:
     """Two layers and the ends, then one layer: a chunk of a prompt, the rest, and one token."""
     whole, first, last = (
@@ -226,7 +226,7 @@ def test_sums_over_ranks_in_a_layer(name: str) -> None:
 
 
 @pytest.mark.narrow(5)
-@pytest.mark.parametrize("name", OF_EVERY_KIND)
+@pytest.mark.parametrize("name", ONE_OF_EVERY_KIND)
 def test_random_weights_of_every_layout(name: str) -> None:
     """Ranks have shards of one model; norm weights are 1 under all names."""
     config = stored(name).source.config
@@ -330,7 +330,7 @@ def test_whole_and_staged(name: str) -> None:
 
 
 @pytest.mark.narrow(6)
-@pytest.mark.parametrize("name", OF_EVERY_KIND)
+@pytest.mark.parametrize("name", ONE_OF_EVERY_KIND)
 def test_sharded(name: str) -> None:
     """3 ranks have unequal shares, and as many ranks as heads are more than KV heads."""
     path = stored(name).directory

@@ -16,7 +16,7 @@ from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import load_passes
 
 COMMITTED = ROOT / "results" / "baselines" / "acceptance.jsonl"
-BASELINES = [each for each in load_passes(to_compare_with(COMMITTED)) if each.shares_prefill]
+BASELINES = [record for record in load_passes(to_compare_with(COMMITTED)) if record.shares_prefill]
 
 
 def find(drafter: str, policy: str | None, budget: int | None, gamma: int = 4) -> PassRecord:
@@ -28,7 +28,7 @@ def baseline_of(drafter: str, policy: str | None) -> PassRecord:
     return find(drafter, policy, None if policy in (None, "full") else 257)
 
 
-def of_first_batch(record: PassRecord) -> PassRecord:
+def with_first_batch(record: PassRecord) -> PassRecord:
     """What a baseline says of the prompts of its first batch."""
     section = record.config["workload"]
     workload = record.workload
@@ -43,7 +43,7 @@ def of_first_batch(record: PassRecord) -> PassRecord:
     )
 
 
-def of_one_batch(case: Case) -> Case:
+def with_one_batch(case: Case) -> Case:
     config = case.config
     return replace(case, config=replace(config, workload=replace(config.workload, num_batches=1)))
 
@@ -55,7 +55,7 @@ def again(request: pytest.FixtureRequest) -> dict[tuple[str, str | None], PassRe
     here = [item for item in request.session.items if item.path == request.path]
     params = [item.callspec.params for item in here if hasattr(item, "callspec")]
     pairs = [(param["drafter"], param["policy"]) for param in params if "drafter" in param]
-    cases = [of_one_batch(Case.from_record(baseline_of(*pair))).with_threads(1) for pair in pairs]
+    cases = [with_one_batch(Case.from_record(baseline_of(*pair))).with_threads(1) for pair in pairs]
     found = dict(run_cases(list(enumerate(cases))))
     return {pair: found[number] for number, pair in enumerate(pairs)}
 
@@ -73,7 +73,7 @@ def test_acceptance_has_not_fallen(
 ) -> None:
     found = again[drafter, policy]
     assert isinstance(found, PassRecord), found
-    baseline = of_first_batch(baseline_of(drafter, policy))
+    baseline = with_first_batch(baseline_of(drafter, policy))
     assert found.workload is not None and baseline.workload is not None
     assert found.workload.sources == baseline.workload.sources, "the same prompts"
     workload = replace(baseline.workload, sha256=found.workload.sha256)  # of fewer prompts

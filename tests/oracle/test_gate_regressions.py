@@ -150,13 +150,13 @@ PLANTS: dict[str, tuple[str, Plant, str]] = {
 def test_a_planted_regression_is_named(
     name: str, clean: dict[str, JudgedRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, plant, said = PLANTS[name]
+    case, plant, message = PLANTS[name]
     plant(monkeypatch)
     (found,) = compare(run([CASES[case].with_threads(1)]), [clean[case]])
     # The run itself finds steps that are not what their logits say.
     verdict = "regression" if plant is dead_row else "changed"
     assert exit_code([found]) == 1 and found.verdict == verdict, found
-    assert said in str(found), found
+    assert message in str(found), found
 
 
 def wrong_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,8 +186,8 @@ def test_a_loss_is_seen_at_every_position_that_a_run_of_these_texts_does_not_sho
     wrong_now_and_then(monkeypatch)
     after = run([case.with_threads(1) for case in cases])
     found = compare(after, before)
-    assert [each.verdict for each in found] == ["changed", "changed"], found
+    assert [comparison.verdict for comparison in found] == ["changed", "changed"], found
     assert "step 15: accepted 0 of 4, was " in str(found[1])
     machine = {"environment": replace(before[0].environment, torch="0")}
     found = compare(after, [replace(record, **machine) for record in before])
-    assert [each.verdict for each in found] == ["tolerated", "regression"], found
+    assert [comparison.verdict for comparison in found] == ["tolerated", "regression"], found

@@ -260,7 +260,11 @@ def test_yarn_and_linear_scalings_are_read(tmp_path: Path) -> None:
 
 def test_slices_are_those_of_the_whole_tensor(tmp_path: Path) -> None:
     """Of permuted rows and biases too, within a head and across heads. Mixtral's are Llama's."""
-    known = {each.name for each in (*ARCHITECTURES.values(), MIXTRAL) if each.is_permuted}
+    known = {
+        architecture.name
+        for architecture in (*ARCHITECTURES.values(), MIXTRAL)
+        if architecture.is_permuted
+    }
     assert known == {"LlamaForCausalLM", "MixtralForCausalLM"}, "others need a case of their own"
     path = tmp_path / "model.gguf"
     model = reference_model("Llama", **BIASES)
@@ -603,7 +607,7 @@ def test_a_copy_saves_if_it_holds_fewer_bytes_than_the_model(
     save(path, "llama", reference_model("Llama", vocab_size=vocab_size), types)
     source = find_model("--model", str(path))
     model = load_kind(source, Shard(), Kinds(dtype, STORED), torch.device("cpu"))
-    held, copied = (matrix_bytes(each) for each in (model, low_bit_copy(model, low_bit, False)))
+    held, copied = (matrix_bytes(kept) for kept in (model, low_bit_copy(model, low_bit, False)))
     assert (copied <= 0.85 * held) == (low_bit in saves), "the case is what it says"
     if low_bit in saves:
         check_saves(low_bit, "it", source.config, dtype)
@@ -682,7 +686,7 @@ def test_a_converted_file_keeps_the_numbers(
     converted = tmp_path / "converted" / out
     done = command("model", "convert", path, "--out", converted)
     assert done.code == 0, done.err
-    sources = [find_model("--model", str(each)) for each in (path, converted)]
+    sources = [find_model("--model", str(file)) for file in (path, converted)]
     configs = [replace(source.config, name="") for source in sources]
     assert configs[0] == configs[1] and configs[0].stored_bytes is not None
     for shard in (Shard(), Shard(0, 2), Shard(1, 2)):

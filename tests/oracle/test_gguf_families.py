@@ -170,7 +170,7 @@ def test_tensors_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
             found = ours.weights.read_numbers(tensor, part).dense()
             assert torch.equal(found, expected[part]), tensor
     unlike = {"name": "", "stored_bytes": None, "plain_share": 0.0, "dtype": ""}
-    configs = [replace(each.config, **unlike, bos_token_id=None) for each in (ours, theirs)]
+    configs = [replace(source.config, **unlike, bos_token_id=None) for source in (ours, theirs)]
     assert replace(configs[0], eos_token_ids=()) == replace(configs[1], eos_token_ids=())
 
 
@@ -203,7 +203,7 @@ def test_a_mixture_is_converted(
     done = command("model", "convert", path, "--out", out, *flags)
     assert done.code == 0, done.err
     if dtype is None:
-        configs = [find_model("--model", str(each)).config for each in (path, out)]
+        configs = [find_model("--model", str(file)).config for file in (path, out)]
         assert replace(configs[0], name="") == replace(configs[1], name="")
         return
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out.parent, dtype=torch.float32)

@@ -130,7 +130,7 @@ def test_shards_make_the_whole_layers_or_are_refused(
         down = [dense(part.blocks[layer].mlp.down) for part in parts]
         assert torch.equal(torch.cat(down, dim=1), whole.blocks[layer].mlp.down.weight)
         up = [dense(part.blocks[layer].mlp.gate_up).chunk(2) for part in parts]
-        gathered = torch.cat([torch.cat(each) for each in zip(*up, strict=True)])
+        gathered = torch.cat([torch.cat(pair) for pair in zip(*up, strict=True)])
         assert torch.equal(gathered, whole.blocks[layer].mlp.gate_up.weight)
 
 

@@ -330,9 +330,11 @@ def other_seeds(case: int) -> list[int]:
     """Seeds beside the first few for that one of `CASES`: those with which all cases together have
     every pair of a case and a value that occurs, and every pair of two values."""
     every = list(product(range(len(CASES)), range(SEEDS)))
-    values = [drawn(CASES[each][0] is not None)[seed] | {"case": each} for each, seed in every]
+    values = [
+        drawn(CASES[number][0] is not None)[seed] | {"case": number} for number, seed in every
+    ]
     chosen = [every[index] for index in covering(values, 2)]
-    return sorted(seed for each, seed in chosen if each == case and seed >= FEW)
+    return sorted(seed for number, seed in chosen if number == case and seed >= FEW)
 
 
 @pytest.mark.narrow(7)

@@ -262,7 +262,7 @@ def test_linear_layers_and_attention_equal_torch(tmp_path: Path) -> None:
         x,
         weight,
         bias,
-        *(part for each in grouped for part in (each.numbers, each.scale)),
+        *(part for matrix in grouped for part in (matrix.numbers, matrix.scale)),
         torch.tensor([length, heads, kv_heads]),
         q,
         k,
@@ -271,15 +271,15 @@ def test_linear_layers_and_attention_equal_torch(tmp_path: Path) -> None:
     command = [EMULATOR, str(program)]
     done = subprocess.run(command, input=sent, capture_output=True, check=True, timeout=300)
     numbers = torch.frombuffer(bytearray(done.stdout), dtype=torch.bfloat16)
-    linear, *of_groups, mixed = numbers.split([num_rows * out] * 5 + [q.numel()])
+    linear, *group_numbers, mixed = numbers.split([num_rows * out] * 5 + [q.numel()])
     some = x.flatten()[: num_rows * 128].view(-1, 128)
-    for each, rounds, exact in zip(grouped, of_groups[::2], of_groups[1::2], strict=True):
-        ours = PackedLinear(each, bias, rounds=True)(some)
+    for matrix, rounds, exact in zip(grouped, group_numbers[::2], group_numbers[1::2], strict=True):
+        ours = PackedLinear(matrix, bias, rounds=True)(some)
         assert torch.equal(rounds.view(ours.shape), ours)  # integers: the bits of any CPU
-        assert torch.equal(exact.view(ours.shape), PackedLinear(each, bias)(some))
+        assert torch.equal(exact.view(ours.shape), PackedLinear(matrix, bias)(some))
     wide = x.double() @ weight.double().T + bias.double()
     torch.testing.assert_close(linear.view(wide.shape).double(), wide, rtol=0.01, atol=0.01)
     attended = torch.nn.functional.scaled_dot_product_attention(
-        *(each.double().transpose(0, 1) for each in (q, k, v)), is_causal=True, enable_gqa=True
+        *(states.double().transpose(0, 1) for states in (q, k, v)), is_causal=True, enable_gqa=True
     ).transpose(0, 1)
     torch.testing.assert_close(mixed.view(attended.shape).double(), attended, rtol=0.02, atol=0.01)

@@ -23,8 +23,8 @@ def share(outcomes: Sequence[Outcome], evidence: Evidence, prior: float, weight:
     """How many of the outcomes with this evidence were right, beside a prior of a weight. Where 32
     are counted, they count half when another comes."""
     right = count = 0.0
-    for each, is_right in outcomes:
-        if each != evidence:
+    for other, is_right in outcomes:
+        if other != evidence:
             continue
         if count >= 32:
             right = right / 2
@@ -151,8 +151,8 @@ def test_lookups_propose_and_learn_what_a_search_of_the_whole_text_does(
             assert [token for token, _ in found] == [token for token, _ in expected]
             assert [p for _, p in found] == pytest.approx([p for _, p in expected])
             right = [token for token, _ in expected][:num_right]
-            for each in (lookup, plain):
-                each.extend([*right, *others])
+            for learner in (lookup, plain):
+                learner.extend([*right, *others])
             for evidence in CLASSES:
                 for ours, theirs in zip(lookups, plains, strict=True):
                     assert ours.rates(evidence) == pytest.approx(theirs.rate(evidence)), evidence
@@ -161,10 +161,10 @@ def test_lookups_propose_and_learn_what_a_search_of_the_whole_text_does(
 def test_nothing_is_learned_of_what_follows_a_wrong_token() -> None:
     lookup = Lookup()
     plain = PlainLookup((), [])
-    for each in (lookup, plain):
-        each.extend([*range(3, 20), *range(3, 10)])
-        assert [token for token, _ in each.propose(3)] == [10, 11, 12]
-        each.extend([10, 1, 12])
+    for learner in (lookup, plain):
+        learner.extend([*range(3, 20), *range(3, 10)])
+        assert [token for token, _ in learner.propose(3)] == [10, 11, 12]
+        learner.extend([10, 1, 12])
     assert len(plain.own) == 2
     for evidence in CLASSES:
         assert lookup.rates(evidence) == pytest.approx(plain.rate(evidence))

@@ -174,7 +174,7 @@ def test_a_copy_shares_all_but_its_matrices(weights: str, is_packed: bool, tied:
     config = replace(SMALL, vocab_size=128, tie_word_embeddings=tied, head_dim=64)
     config = replace(config, num_heads=4, num_kv_heads=4, hidden_size=64, intermediate_size=128)
     plain = tiny_transformer(config, dtype=BF16)
-    copy, again = (low_bit_copy(each, weights, is_packed) for each in (plain, pack_copy(plain)))
+    copy, again = (low_bit_copy(model, weights, is_packed) for model in (plain, pack_copy(plain)))
     pairs = zip(copy.parameters(), again.parameters(), strict=True)
     assert all(torch.equal(ours, others) for ours, others in pairs)
     shared = {p.data_ptr() for p in plain.parameters()}
@@ -213,7 +213,9 @@ def with_copy(
     group = Group((0,), 0)
     copy = low_bit_copy(model, weights, is_native)
     backend = NativeBackend() if is_native else GroupedBackend()
-    executors = [Executor(each, group) if is_native else None for each in (model, copy)]
+    executors = [
+        Executor(transformer, group) if is_native else None for transformer in (model, copy)
+    ]
     runner = ModelRunner(model, backend, group, len(lengths), most, executor=executors[0])
     return runner.with_draft_runner(runner.with_model(copy, executors[1]))
 
@@ -347,7 +349,7 @@ def test_single_forwards_read_the_bytes_of_their_weights() -> None:
     read = [roofline.bytes_read(f.runner.model, f.counts) for f in forwards if f.counts]
     kv = 2 * 51 * roofline.kv_bytes_per_token(model)
     weights_read = [costs.weight_bytes(SMALL, Shard(), 2, w) for w in (None, "int8", "int4")]
-    assert read[0] == read[2] and read[2:] == [each + kv for each in weights_read]
+    assert read[0] == read[2] and read[2:] == [num_bytes + kv for num_bytes in weights_read]
 
 
 SELF_SPEC = RunConfig(decoding=DecodingSection("speculative", "self"))

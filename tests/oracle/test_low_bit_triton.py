@@ -70,7 +70,7 @@ def test_a_layer_multiplies_and_a_row_keeps_its_bits(
 ) -> None:
     """Inputs and outputs that fill no tile, and two tiles of rows. `serves` is for CUDA alone."""
     torch.manual_seed(0)
-    monkeypatch.setattr(triton, "serves", lambda *of_call: True)
+    monkeypatch.setattr(triton, "serves", lambda *call: True)
     bias = torch.randn(shape[0]).to(DEVICE, dtype)
     x = torch.randn(*rows, shape[1]).to(dtype)
     layer, weights = make_layer(kind, shape, bias)
@@ -129,9 +129,9 @@ def launches_to_compile(size: int) -> list[tuple[CountedLaunch, int]]:
     found = list(product(recorder.launches, (80, 90)))
     cases = []
     for launch, capability in found:
-        of_loop = {name: launch.options.get(name) for name in ("WIDTH", "SPLITS")}
-        a_turn = launch.options | dict.fromkeys(of_loop) | {"dtype": launch.args[0].dtype}
-        cases.append({"turn": a_turn, "loop": of_loop, "capability": capability})
+        loop_options = {name: launch.options.get(name) for name in ("WIDTH", "SPLITS")}
+        a_turn = launch.options | dict.fromkeys(loop_options) | {"dtype": launch.args[0].dtype}
+        cases.append({"turn": a_turn, "loop": loop_options, "capability": capability})
     return [found[index] for index in nested(cases, size, 2)]
 
 
@@ -169,7 +169,7 @@ def test_numbers_in_groups_are_multiplied_in_bfloat16(
     kind: NumberFormat, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU by the assembly of each `least`, exactly; a row has the same bits in any batch."""
-    monkeypatch.setattr(triton, "serves", lambda *of_call: True)
+    monkeypatch.setattr(triton, "serves", lambda *call: True)
     numbers = make_numbers((130, 256), kind)
     layer = GroupedLinear(numbers, None).to(DEVICE)
     x = torch.randn(rows, 256).to(DEVICE, BF16)

@@ -168,9 +168,9 @@ def test_a_prompt_has_the_same_bits_in_any_chunks(name: str, dtype: torch.dtype)
             runner.allocate(0)
             for chunk in ids.split(sizes, dim=1):
                 logits = runner.forward(ForwardBatch(chunk, [0], num_outputs=1, is_of_prompt=True))
-            found.append((logits, *(each.k for each in runner.caches.distinct)))
-    for each in found[1:]:
-        assert all(map(torch.equal, found[0], each))
+            found.append((logits, *(layer_cache.k for layer_cache in runner.caches.distinct)))
+    for tensors in found[1:]:
+        assert all(map(torch.equal, found[0], tensors))
 
 
 def in_groups(linear: Linear) -> GroupedLinear:
@@ -278,7 +278,9 @@ def test_a_native_chain_stops_where_the_forwards_do(dtype: torch.dtype) -> None:
     ids = ids_for(len(lengths), 2)
     seen: list[Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draft_kv, "confidence", lambda *of: seen.append(confidence(*of)) or seen[-1])
+        patch.setattr(
+            draft_kv, "confidence", lambda *args: seen.append(confidence(*args)) or seen[-1]
+        )
         check_same(pair, chain, ids, FULL, count, 1e-9)
     values = torch.stack(seen, dim=1)  # [B, K]
     assert values.shape == (3, count) and 0 < values.min() < values.max() < 1

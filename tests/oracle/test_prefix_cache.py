@@ -109,8 +109,8 @@ def draw_talk(random: Random, long: bool) -> Talk:
     requests = list[Request]()
     for number in range(random.randint(5, 8)):
         before = random.choice(texts[-4:])
-        said = tuple(random.randrange(3, 97) for _ in range(random.randint(1, size // 2)))
-        (request,) = make_requests([(*before, *said)], random.choice((1, 5, MOST_NEW)), (EOS,))
+        new_text = tuple(random.randrange(3, 97) for _ in range(random.randint(1, size // 2)))
+        (request,) = make_requests([(*before, *new_text)], random.choice((1, 5, MOST_NEW)), (EOS,))
         request = replace(request, request_id=number)
         request.arrived_s = number * random.choice((0.0, 0.5, 3.0))
         requests.append(request)
@@ -284,10 +284,10 @@ def serve(
 
     engine.serve(strategy, talk.requests, observe, watch)
     ledger.check(talk.requests)
-    for each in (runner, own):
-        if each is not None and each.shares_prefixes:
-            check_books(each)
-            assert not any(each.cache.blocks), "no row is left"
+    for used in (runner, own):
+        if used is not None and used.shares_prefixes:
+            check_books(used)
+            assert not any(used.cache.blocks), "no row is left"
     if own is not None:
         seen["computed by the draft"] = own.counts.num_tokens
     seen["cancelled"] = sum(r.status is RequestStatus.CANCELLED for r in talk.requests)
@@ -314,7 +314,7 @@ def check_tree(prefixes: PrefixCache) -> None:
     while nodes:
         node = nodes.pop()
         nodes += node.after.values()
-        for one, other in combinations([each.tokens for each in node.after.values()], 2):
+        for one, other in combinations([child.tokens for child in node.after.values()], 2):
             size = min(len(one), len(other))
             assert one[:size] != other[:size], (one, other)
 
@@ -422,7 +422,7 @@ def test_a_draft_model_prefills_what_it_does_not_share(monkeypatch: pytest.Monke
         known = [*left]
         engine.serve(strategy, [request])
         text = request.prompt_ids  # the first token that follows is the target's
-        shared = max((common(text[:-1], each) for each in known), default=0)
+        shared = max((common(text[:-1], earlier) for earlier in known), default=0)
         assert (parts[-1].start, parts[-1].stop) == (shared, len(text))
         assert computed[-1] == len(text) - shared
         assert number == 0 or shared >= len(prompt) - 2, "but for the newest tokens"

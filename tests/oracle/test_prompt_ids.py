@@ -86,7 +86,7 @@ def converted(path: Path, command: Command) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("processor", "stated", "of_config"),
+    ("processor", "stated", "config_bos"),
     [
         (None, {"add_bos_token": False}, 0),  # Qwen's config.json names a BOS
         (BYTES, {}, 0),
@@ -99,7 +99,7 @@ def converted(path: Path, command: Command) -> Path:
 def test_a_directory_and_its_copy_make_the_ids_of_transformers(
     processor: Any,
     stated: dict[str, Any],
-    of_config: int | None,
+    config_bos: int | None,
     weights: Path,
     tmp_path: Path,
     command: Command,
@@ -110,7 +110,7 @@ def test_a_directory_and_its_copy_make_the_ids_of_transformers(
     if processor is not None:
         tokenizer.post_processor = processor
     tokenizer.save(str(directory / "tokenizer.json"))
-    edit(directory / "config.json", bos_token_id=of_config)
+    edit(directory / "config.json", bos_token_id=config_bos)
     more = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS}
     edit(directory / "tokenizer_config.json", **more, **stated)
     ids = check_directory(directory)
@@ -170,9 +170,9 @@ def test_more_than_one_token_around_a_text_is_refused(tmp_path: Path) -> None:
         single=f"{BOS} $A {BOS}", special_tokens=[(BOS, 0)]
     )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    of_gguf = written(tmp_path / "m.gguf", "tekken", bos_token_id=0, eos_token_id=0)
-    of_gguf = written(of_gguf, "tekken", bos_token_id=0, eos_token_id=0, add_eos_token=True)
-    for path in (tmp_path, of_gguf):
+    gguf_path = written(tmp_path / "m.gguf", "tekken", bos_token_id=0, eos_token_id=0)
+    gguf_path = written(gguf_path, "tekken", bos_token_id=0, eos_token_id=0, add_eos_token=True)
+    for path in (tmp_path, gguf_path):
         with pytest.raises(ValueError, match=r"puts '<\|end\|>' before a text and '<\|end\|>' beh"):
             load_tokenizer(path).bos_of(None)
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -43,18 +43,18 @@ from magicdec.setup.model_plan import Kinds
 Making = Callable[[tuple[int, int], int], Layer]
 
 
-def of_gptq(bits: int, group: int, less: int, **settings: Any) -> Making:
+def gptq_layer(bits: int, group: int, less: int, **settings: Any) -> Making:
     def made(shape: tuple[int, int], seed: int) -> Layer:
         return gptq(Integers(shape, bits, group, seed, **settings), bits, less)
 
     return made
 
 
-def of_awq(shape: tuple[int, int], seed: int) -> Layer:
+def awq_layer(shape: tuple[int, int], seed: int) -> Layer:
     return awq(Integers(shape, 4, 64, seed))
 
 
-def of_compressed(
+def compressed_layer(
     bits: int, group: int, is_symmetric: bool, is_packed: bool = True, **settings: Any
 ) -> Making:
     def made(shape: tuple[int, int], seed: int) -> Layer:
@@ -66,7 +66,7 @@ def of_compressed(
     return made
 
 
-def of_fp8(leaf: str, form: str, block: tuple[int, int] | None = None) -> Making:
+def fp8_layer(leaf: str, form: str, block: tuple[int, int] | None = None) -> Making:
     def made(shape: tuple[int, int], seed: int) -> Layer:
         whole = (1, shape[1]) if form == "channels" else shape
         return fp8(shape, block or whole, leaf, seed, form)
@@ -114,109 +114,113 @@ PACK = "pack-quantized"
 BF16 = torch.bfloat16
 # By name: the table of the config, what makes a layer, and the bits and scale of its numbers.
 FORMATS: dict[str, tuple[dict[str, Any], Making, tuple[int, str, bool] | None]] = {
-    "gptq, symmetric": (gptq_table(), of_gptq(4, 128, 1, zero=8), (4, "float16", False)),
+    "gptq, symmetric": (gptq_table(), gptq_layer(4, 128, 1, zero=8), (4, "float16", False)),
     "gptq, zero points": (
         gptq_table(group=32, sym=False),
-        of_gptq(4, 32, 1),
+        gptq_layer(4, 32, 1),
         (4, "float32", True),
     ),
     "gptq, second version": (
         gptq_table(group=64, sym=False, checkpoint_format="gptq_v2"),
-        of_gptq(4, 64, 0, scale=BF16),
+        gptq_layer(4, 64, 0, scale=BF16),
         (4, "float32", True),
     ),
     "gptq, float32 scales": (
         gptq_table(group=64, sym=False),
-        of_gptq(4, 64, 1, scale=torch.float32),
+        gptq_layer(4, 64, 1, scale=torch.float32),
         (8, "float32", False),
     ),
     "gptq, 8 bits, one group": (
         gptq_table(8, -1),
-        of_gptq(8, -1, 1, zero=128),
+        gptq_layer(8, -1, 1, zero=128),
         (8, "float16", False),
     ),
     "gptq, 8 bits, zero points": (
         gptq_table(8, 96, sym=False),
-        of_gptq(8, 96, 1),
+        gptq_layer(8, 96, 1),
         (8, "float32", True),
     ),
     "gptq, act-order": (
         gptq_table(desc_act=True, sym=False),
-        of_gptq(4, 128, 1, scattered=0),
+        gptq_layer(4, 128, 1, scattered=0),
         (4, "float32", True),
     ),
     "gptq, act-order, second version": (
         gptq_table(8, 32, desc_act=True, checkpoint_format="gptq_v2"),
-        of_gptq(8, 32, 0, zero=128, scattered=0),
+        gptq_layer(8, 32, 0, zero=128, scattered=0),
         (8, "float16", False),
     ),
-    "awq": (awq_table(), of_awq, (4, "float32", True)),
+    "awq": (awq_table(), awq_layer, (4, "float32", True)),
     "packed, group": (
         compressed_table(PACK, {"num_bits": 4, "strategy": "group", "group_size": 32}),
-        of_compressed(4, 32, True, scale=BF16),
+        compressed_layer(4, 32, True, scale=BF16),
         (4, "bfloat16", False),
     ),
     "packed, zero points": (
         compressed_table(
             PACK, {"num_bits": 4, "strategy": "group", "group_size": 128, "symmetric": False}
         ),
-        of_compressed(4, 128, False, scale=BF16),
+        compressed_layer(4, 128, False, scale=BF16),
         (4, "float32", True),
     ),
     "packed, act-order": (
         compressed_table(
             PACK, {"num_bits": 4, "strategy": "group", "group_size": 64, "actorder": "group"}
         ),
-        of_compressed(4, 64, True, scale=BF16, scattered=0),
+        compressed_layer(4, 64, True, scale=BF16, scattered=0),
         (4, "bfloat16", False),
     ),
     "packed, 8 bits, channel": (
         compressed_table(PACK, CHANNEL),
-        of_compressed(8, -1, True, scale=torch.float32),
+        compressed_layer(8, -1, True, scale=torch.float32),
         (8, "float32", False),
     ),
     "packed, 8 bits, zero points": (
         compressed_table(PACK, CHANNEL | {"symmetric": False}),
-        of_compressed(8, -1, False),
+        compressed_layer(8, -1, False),
         (8, "float32", True),
     ),
     "integers, channel": (
         compressed_table(INT, CHANNEL),
-        of_compressed(8, -1, True, False, scale=BF16),
+        compressed_layer(8, -1, True, False, scale=BF16),
         (8, "bfloat16", False),
     ),
     "integers, zero points": (
         compressed_table(INT, {"strategy": "group", "group_size": 64, "symmetric": False}),
-        of_compressed(8, 64, False, False),
+        compressed_layer(8, 64, False, False),
         (8, "float32", True),
     ),
-    "fp8, blocks": (fp8_table([128, 128]), of_fp8("weight_scale_inv", "blocks", (128, 128)), None),
+    "fp8, blocks": (
+        fp8_table([128, 128]),
+        fp8_layer("weight_scale_inv", "blocks", (128, 128)),
+        None,
+    ),
     "fp8, ragged blocks": (
         fp8_table([96, 160]),
-        of_fp8("weight_scale_inv", "blocks", (96, 160)),
+        fp8_layer("weight_scale_inv", "blocks", (96, 160)),
         None,
     ),
     "fp8, exponents": (
         fp8_table([128, 128], scale_fmt="ue8m0"),
-        of_fp8("weight_scale_inv", "exponents", (128, 128)),
+        fp8_layer("weight_scale_inv", "exponents", (128, 128)),
         None,
     ),
-    "fp8, one scale": (fp8_table(None), of_fp8("weight_scale_inv", "scalar"), None),
+    "fp8, one scale": (fp8_table(None), fp8_layer("weight_scale_inv", "scalar"), None),
     "floats, channel": (
         compressed_table(FLOAT, CHANNEL | {"type": "float"}, input_activations=DYNAMIC),
-        of_fp8("weight_scale", "channels"),
+        fp8_layer("weight_scale", "channels"),
         None,
     ),
     "floats, one scale": (
         compressed_table(FLOAT, {"strategy": "tensor", "type": "float"}),
-        of_fp8("weight_scale", "one"),
+        fp8_layer("weight_scale", "one"),
         None,
     ),
     "floats, blocks": (
         compressed_table(
             FLOAT, {"strategy": "block", "type": "float", "block_structure": [128, 128]}
         ),
-        of_fp8("weight_scale", "blocks", (128, 128)),
+        fp8_layer("weight_scale", "blocks", (128, 128)),
         None,
     ),
 }
@@ -331,7 +335,7 @@ def test_lists_that_programs_read_differently(tmp_path: Path) -> None:
         def is_plain(module: str, ends: tuple[str, ...] = ends) -> bool:
             return module.endswith(ends) or "layers.1.self_attn" in module
 
-        save_quantized(tmp_path / part, model, table, of_awq, is_plain)
+        save_quantized(tmp_path / part, model, table, awq_layer, is_plain)
         check_values_of_plain(find_model("--model", str(tmp_path / part)), model)
     write_table(tmp_path / part, awq_table(modules_to_not_convert=["up_proj"]))
     refused(tmp_path / part, r"model\.layers\.0\.mlp\.up_proj is quantised, though the quanti")
@@ -401,7 +405,7 @@ def test_ranks_that_cut_inputs_in_an_order_widen_them(name: str, tmp_path: Path)
         parts = [weights_of(half[place]) for half in halves]
         assert torch.equal(torch.cat(parts, dim=1), expected[place])
     gate_up = [weights_of(half[2]).chunk(2) for half in halves]
-    both = torch.cat([torch.cat(each) for each in zip(*gate_up, strict=True)])
+    both = torch.cat([torch.cat(pair) for pair in zip(*gate_up, strict=True)])
     assert torch.equal(both, expected[2])
 
 
@@ -768,7 +772,7 @@ def test_a_plain_matrix_that_should_be_quantised_is_refused(tmp_path: Path) -> N
 def test_a_symmetric_checkpoint_in_the_other_version_is_refused(tmp_path: Path) -> None:
     """As some programs write them: zero points of the second version under the first's name."""
     model = reference_model("Llama")
-    save_quantized(tmp_path, model, gptq_table(), of_gptq(4, 128, 0, zero=8))
+    save_quantized(tmp_path, model, gptq_table(), gptq_layer(4, 128, 0, zero=8))
     refused(
         tmp_path, "zero point of 8, but a symmetric matrix of 4 bits in the format gptq stores 7"
     )
@@ -778,14 +782,14 @@ def test_a_symmetric_checkpoint_in_the_other_version_is_refused(tmp_path: Path) 
 
 def test_groups_that_no_layer_has_are_refused(tmp_path: Path) -> None:
     save_quantized(
-        tmp_path, reference_model("Llama"), gptq_table(group=8), of_gptq(4, 8, 1, zero=8)
+        tmp_path, reference_model("Llama"), gptq_table(group=8), gptq_layer(4, 8, 1, zero=8)
     )
     refused(tmp_path, "groups of 8 of 256 inputs, which no group of 16, 32, 64, 128 divides")
 
 
 def test_eight_bits_with_zero_points_need_short_scales(tmp_path: Path) -> None:
     table = gptq_table(8, 64, sym=False)
-    made = of_gptq(8, 64, 1, scale=torch.float32)
+    made = gptq_layer(8, 64, 1, scale=torch.float32)
     save_quantized(tmp_path, reference_model("Llama"), table, made)
     refused(tmp_path, "scales is in float32 beside 8-bit numbers with zero points")
 
@@ -793,7 +797,7 @@ def test_eight_bits_with_zero_points_need_short_scales(tmp_path: Path) -> None:
 def test_a_head_that_is_quantised(tmp_path: Path) -> None:
     model = reference_model("Llama")
     table = gptq_table(group=32, lm_head=True)
-    made = of_gptq(4, 32, 1, zero=8)
+    made = gptq_layer(4, 32, 1, zero=8)
     save_quantized(tmp_path, model, table, made, is_plain=lambda module: False)
     source = find_model("--model", str(tmp_path))
     assert source.weights.tensors["lm_head.weight"].numbers is not None
@@ -852,7 +856,7 @@ def test_converting_keeps_the_numbers_or_writes_plain_weights(tmp_path: Path, na
             if parameter.dim() == 2:
                 assert torch.equal(found.weights.read(tensor, part), parameter.data[part]), tensor
         if dtype is None:
-            theirs, ours = (loaded_groups(each).state_dict() for each in (source, found))
+            theirs, ours = (loaded_groups(weights).state_dict() for weights in (source, found))
             assert theirs.keys() == ours.keys()
             assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
 

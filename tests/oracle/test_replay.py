@@ -211,8 +211,10 @@ def test_replayed_steps_emit_the_same_tokens(
         assert read.kv_tokens_read == counts.kv_tokens_read
         assert read.kv_bytes_read == counts.kv_bytes_read
     if drafter == "self" and policy != "full":  # a view of the target's own cache
-        each = [count for step in accepted for count in step]
-        assert 0 < sum(each) < 4 * len(each), "drafts were accepted and rejected"
+        counts_of_rows = [count for step in accepted for count in step]
+        assert 0 < sum(counts_of_rows) < 4 * len(counts_of_rows), (
+            "drafts were accepted and rejected"
+        )
 
 
 @pytest.mark.cuda
@@ -250,8 +252,8 @@ def test_replayed_steps_of_any_draft_lengths_emit_the_same_tokens(
     kv = section_of(policy)
     recorder = StandInRecorder()
     eager, ours = (
-        run(engine, snapshots, drafter, kv, "auto", each, OneAlone(SCRIPT))
-        for each in (None, recorder)
+        run(engine, snapshots, drafter, kv, "auto", used, OneAlone(SCRIPT))
+        for used in (None, recorder)
     )
     check_same((drafter, policy), kind, eager, ours)
     if kind == "greedy":
@@ -451,7 +453,7 @@ class BrokenCapture:
     def __init__(self, streams: list[str]) -> None:
         self.streams = streams
 
-    def __call__(self, *of: object) -> BrokenCapture:
+    def __call__(self, *args: object) -> BrokenCapture:
         return self
 
     def __enter__(self) -> None:
@@ -492,7 +494,7 @@ class Capture:
     used = False
     living: ClassVar[weakref.WeakSet[Capture]] = weakref.WeakSet()
 
-    def __call__(self, graph: Capture, *of: object) -> Capture:
+    def __call__(self, graph: Capture, *args: object) -> Capture:
         assert not Capture.used or Capture.living, "the pool has ended"
         Capture.used = True
         Capture.living.add(graph)

@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("same")
 
 
-def of_run(command: Command, folder: Path) -> dict[int, list[Verification]]:
+def run_verifications(command: Command, folder: Path) -> dict[int, list[Verification]]:
     out = folder / "run.jsonl"
     words = (*WORDS, "--num_batches", "1", "--warmup_batches", "0", "--no_baseline")
     ended = command("run", *words, "--out", out)
@@ -82,9 +82,9 @@ def steps_of(record: dict[str, Any]) -> dict[int, list[Verification]]:
 
 
 def test_every_mode_has_the_acceptance_of_a_run(command: Command, folder: Path) -> None:
-    expected = of_run(command, folder)
+    expected = run_verifications(command, folder)
     every = [step for steps in expected.values() for step in steps]
-    assert 0 < sum(each.accepted for each in every) < sum(each.drafted for each in every)
+    assert 0 < sum(step.accepted for step in every) < sum(step.drafted for step in every)
     records = served(command, folder, "sequential", *DRAFTING)
     for _ in range(TRIES):  # a busy machine may judge no draft before it is known to be wrong
         if not any(steps_of(records["pipeinfer"]).values()):
@@ -96,7 +96,7 @@ def test_every_mode_has_the_acceptance_of_a_run(command: Command, folder: Path) 
         steps = steps_of(record)
         if name != "pipeinfer":
             assert steps == expected, name
-        found = [each for of_request in steps.values() for each in of_request]
+        found = [step for request_verifications in steps.values() for step in request_verifications]
         cancelled = [request["num_cancelled_draft_tokens"] for request in record["requests"]]
         if name in ("pipeline+draft", "pipeinfer"):
             assert metrics["num_cancelled_draft_tokens"] == sum(cancelled)
@@ -104,8 +104,8 @@ def test_every_mode_has_the_acceptance_of_a_run(command: Command, folder: Path) 
         else:
             assert metrics["num_cancelled_draft_tokens"] is None and set(cancelled) == {None}
         assert metrics["num_spec_steps"] == len(found) == sum(metrics["acceptance_histogram"])
-        assert metrics["num_draft_tokens"] == sum(each.drafted for each in found)
-        accepted = sum(each.accepted for each in found)
+        assert metrics["num_draft_tokens"] == sum(step.drafted for step in found)
+        accepted = sum(step.accepted for step in found)
         assert metrics["num_accepted_draft_tokens"] == accepted
         assert metrics["draft_acceptance_rate"] == accepted / metrics["num_draft_tokens"]
         assert metrics["mean_acceptance_length"] == 1 + accepted / len(found)
@@ -141,7 +141,7 @@ def llm_results() -> list[RequestOutput]:
 def test_a_request_in_a_program_has_the_acceptance_that_it_has_when_served(
     command: Command, folder: Path
 ) -> None:
-    steps = of_run(command, folder)
+    steps = run_verifications(command, folder)
     (record,) = served(command, folder, "inflight+draft").values()
     assert steps_of(record) == steps
     results = llm_results()

@@ -115,28 +115,28 @@ def test_a_run_accepts_drafts_with_the_probabilities_of_the_table(
 ) -> None:
     """At each of its verifications those that the table has at its position. What it accepts is
     within 4 standard errors of what they say, at each depth."""
-    of_table, of_run = DRAFTS[name]
+    table_flags, run_flags = DRAFTS[name]
     with monkeypatch.context() as patch:
         watch = Watch(patch)
-        run(command, tmp_path, f"{of_run} {SAMPLED} --gamma {GAMMA} --no_baseline")
+        run(command, tmp_path, f"{run_flags} {SAMPLED} --gamma {GAMMA} --no_baseline")
     with monkeypatch.context() as patch:
         force(patch, torch.tensor([watch.tokens[row][: NEW - 1] for row in range(ROWS)]))
-        words = f"{of_table} {SAMPLED} --gamma {GAMMA}"
+        words = f"{table_flags} {SAMPLED} --gamma {GAMMA}"
         (record,) = measured(command, tmp_path / "table.jsonl", words)
     table = record["acceptance_probabilities"]
     assert record["accepted"] is None and not record["is_forked"]
     assert [len(text) for text in table] == [NEW - 1] * ROWS
     expected = torch.tensor([table[row][place] for row, place, _, _ in watch.verified])
-    chances = torch.tensor([each for _, _, _, each in watch.verified])
+    chances = torch.tensor([chance for _, _, _, chance in watch.verified])
     assert len(chances) > 300 and {place for _, place, _, _ in watch.verified} == {*range(NEW - 1)}
     torch.testing.assert_close(chances, expected, rtol=0, atol=2e-4)
-    off = torch.tensor([each for _, _, each, _ in watch.verified]) - expected
+    off = torch.tensor([chance for _, _, chance, _ in watch.verified]) - expected
     error = off.std(dim=0) / len(off) ** 0.5
     assert (off.mean(dim=0).abs() < 4 * error).all(), (off.mean(dim=0), error)
     assert (error < 0.025).all(), "a fault of a tenth would be seen"
     rows = torch.tensor(table, dtype=torch.float64).mean(dim=(0, 1))
-    said = [row["cumulative"] for row in record["rows"]]
-    assert said == pytest.approx(rows.tolist(), abs=5e-5)
+    cumulative = [row["cumulative"] for row in record["rows"]]
+    assert cumulative == pytest.approx(rows.tolist(), abs=5e-5)
 
 
 def test_sampled_texts_are_those_of_decoding_without_drafts(

@@ -59,8 +59,8 @@ def errors(
         length = case.view.lengths[i]
         blocks = case.view.num_weight_blocks
         exact = exact_attention(case.q[i], k[row], v[row], seen, length, window, blocks, sinks)
-        of_weights = (mass[i].double() - exact.mass).abs().max() / case.view.num_new
-        found += [float((out[i].double() - exact.out).abs().max()), float(of_weights)]
+        weights_error = (mass[i].double() - exact.mass).abs().max() / case.view.num_new
+        found += [float((out[i].double() - exact.out).abs().max()), float(weights_error)]
     return found
 
 

@@ -56,7 +56,7 @@ def test_the_choice_is_the_definition(group: int, window: int, pooling: str) -> 
     assert found[0, 0, -window:].tolist() == list(range(117 - window, 117))
     for row in range(2):
         wanted = expected(queries[row], keys[row], policy)
-        kept = [set(of_head.tolist()) for of_head in found[row]]
+        kept = [set(head_keys.tolist()) for head_keys in found[row]]
         if pooling == "avg":
             assert kept == wanted
         else:  # a maximum is shared by its neighbours: which of equals is kept does not matter

@@ -66,7 +66,7 @@ ARITHMETICS = {
     "a8, bfloat16": ("packed_a8", "bfloat16"),
     "torch": ("torch", "float32"),
 }
-OF_GROUPS = ("a8", "a8, bfloat16")  # there are no others whose activations are rounded
+GROUPED_ARITHMETICS = ("a8", "a8, bfloat16")  # there are no others whose activations are rounded
 
 
 HEADS = TemporaryDirectory(prefix="magicdec-heads-")
@@ -128,7 +128,7 @@ CASES = [
     for draft, how in DRAFTS.items()
     for arithmetic in ARITHMETICS
     if how.weights in (None, SAME, *form.low_bit)
-    and (form.has_groups or arithmetic not in OF_GROUPS)
+    and (form.has_groups or arithmetic not in GROUPED_ARITHMETICS)
     and (form.takes_heads or not how.drafter.endswith(EAGLE))
     and not (how.weights == "int8" and ARITHMETICS[arithmetic][1] == "float32")
 ]

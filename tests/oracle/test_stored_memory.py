@@ -43,10 +43,10 @@ def test_weights_take_what_is_planned(
         parallel=ParallelSection(device="cpu", threads=1),
         workload=WorkloadSection(prefix_len=50, gen_len=8),
     )
-    ranks, of_stage = PARTS[part]
+    ranks, stage_layers = PARTS[part]
     run = find(config, Launch(0, 1, 0, 1), SetupCache())
-    plan = ModelPlan(run.config, run.source.config, ranks, 0, of_stage)
-    model = load_kind(run.source, plan.shard, plan.kinds, torch.device("cpu"), of_stage)
+    plan = ModelPlan(run.config, run.source.config, ranks, 0, stage_layers)
+    model = load_kind(run.source, plan.shard, plan.kinds, torch.device("cpu"), stage_layers)
     taken = sum(parameter.nbytes for parameter in model.parameters())
     assert abs(taken - plan.weight_bytes) <= WITHIN * taken
     if part == "whole" and linear == "torch":

@@ -103,13 +103,13 @@ def test_an_honest_mode_passes_where_rounding_makes_tokens_differ(tmp_path: Path
     assert 0 < drafting.num_differing == found.num_excused <= found.most_differing
     assert found.judged_again is not None and found.judged_again.num_wrong == 0
     assert found.judged_again.num_steps == found.judged_again.num_steps_of_all > 20
-    said = verdict_of(drafting)
-    assert "verified with ties" in said and "steps judged again" in said
+    verdict = verdict_of(drafting)
+    assert "verified with ties" in verdict and "steps judged again" in verdict
     forwards = found.forwards
     assert first.correctness.forwards is None and forwards is not None and not forwards.alarms
     assert forwards.num_positions == forwards.num_measured > 250  # of two groups of four rows
     assert 0.01 < forwards.decode_error < 0.05 and forwards.hidden_error < 0.03
-    assert f"more than {forwards.hidden_error:.2g} added to them" in said
+    assert f"more than {forwards.hidden_error:.2g} added to them" in verdict
 
 
 @pytest.mark.narrow(1)

@@ -238,7 +238,7 @@ def test_the_best_blocks(
     expected = policy.top_blocks(torch.tensor(lengths), scores, most)
     pairs = [(policy.sinks(length), policy.split(length)) for length in lengths]
     split = [[sink[0] for sink, _ in pairs], [sink[1] for sink, _ in pairs]]
-    split += [[each[0] for _, each in pairs], [each[1] for _, each in pairs], lengths]
+    split += [[middle[0] for _, middle in pairs], [middle[1] for _, middle in pairs], lengths]
     assert torch.equal(top_blocks(kept, rows, split, most), expected)
 
 

@@ -333,4 +333,4 @@ def test_a_text_that_is_hardly_longer_than_the_window_is_kept() -> None:
     assert whole == large and (whole.block_size, whole.num_blocks, whole.held) == (1024, 3, None)
     assert (small.block_size, small.num_blocks, small.held) == (64, 3 * 4, 40)
     pool = storages_of([None, 40], room, 3, 1000, block_size, 128, 5)
-    assert [(each.num_blocks, each.held) for each in pool] == [(5, None), (5, None)]
+    assert [(storage.num_blocks, storage.held) for storage in pool] == [(5, None), (5, None)]

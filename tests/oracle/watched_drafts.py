@@ -134,7 +134,10 @@ class Watch:
                 int(view.committed[place]) + offset,
                 own[0] + offset,
                 own[-1] + offset + 1,
-                [[frozenset(of_head) for of_head in of_layer[place]] for of_layer in found],
+                [
+                    [frozenset(head_cells) for head_cells in layer_cells[place]]
+                    for layer_cells in found
+                ],
             )
             self.forwards.setdefault(row, []).append(forward)
 
@@ -148,15 +151,17 @@ def positions_of(
     number = runner.windows.numbers[layer]
     cells = view.key_positions(number).expand(-1, runner.cache.shape.num_kv_heads, -1)
     for place, row in enumerate(view.rows):
-        own = [[cell for cell in of_head if cell >= 0] for of_head in cells[place].tolist()]
+        own = [[cell for cell in head_cells if cell >= 0] for head_cells in cells[place].tolist()]
         if runner.offsets is not None:
             where = places_of_copies(view, runner, source, layer, place, is_target)
             own = [
-                [where[g][cell] for cell in of_head if cell < len(where[g])]
-                + [cell + int(runner.offsets[row]) for cell in of_head if cell >= len(where[g])]
-                for g, of_head in enumerate(own)
+                [where[g][cell] for cell in head_cells if cell < len(where[g])]
+                + [cell + int(runner.offsets[row]) for cell in head_cells if cell >= len(where[g])]
+                for g, head_cells in enumerate(own)
             ]
-        assert all(len(set(of_head)) == len(of_head) for of_head in own), "nothing is read twice"
+        assert all(len(set(head_cells)) == len(head_cells) for head_cells in own), (
+            "nothing is read twice"
+        )
         found.append(own)
     return found
 
@@ -172,16 +177,16 @@ def places_of_copies(
     assert runner.offsets is not None
     context = count + int(runner.offsets[row])
     copies, originals = (
-        [each[0] for each in caches.read(layer, row, torch.arange(size)[None])]
+        [tensor[0] for tensor in caches.read(layer, row, torch.arange(size)[None])]
         for caches, size in ((runner.caches, count), (source.caches, context))
     )
     equal = torch.ones(copies[0].shape[0], count, context, dtype=torch.bool)
     for copy, original in zip(copies, originals, strict=True):  # K, V: [G, tokens, D]
         equal &= (copy[:, :, None] == original[:, None]).all(dim=3)
-    is_there = equal.any(dim=2)
+    is_found = equal.any(dim=2)
     offset = int(runner.offsets[row])
-    assert is_there.all() or not is_target, "every cell holds what the context holds somewhere"
-    places = torch.where(is_there, equal.int().argmax(dim=2), torch.arange(count) + offset)
+    assert is_found.all() or not is_target, "every cell holds what the context holds somewhere"
+    places = torch.where(is_found, equal.int().argmax(dim=2), torch.arange(count) + offset)
     found: list[list[int]] = places.tolist()
     return found
 
@@ -341,8 +346,8 @@ def serve(
             max_drafts=MOST_DRAFTS,
             max_following=FOLLOWING,
         )
-    of_drafts = runner if draft is None or draft.runner is None else draft.runner
-    keep_queries(of_drafts, kv)
+    drafting = runner if draft is None or draft.runner is None else draft.runner
+    keep_queries(drafting, kv)
     draft_length: Any = RandomLength(random, per_row=random.random() < 0.5)
     decoding = DecodingSection("speculative", drafter, MOST_DRAFTS)
     setup = Setup(runner, decoding, kv, draft=draft, draft_length=draft_length, is_in_flight=True)

@@ -54,21 +54,21 @@ def test_tokens_a_step_are_those_of_counts() -> None:
     ]
     cumulative = [cumulative_of_counts(counts, 3) for counts in accepted]
     found = depths_of(cumulative, drafted, 3, is_chain=True)
-    assert [each.depth for each in found] == [1, 2, 3]
-    for each in found:
-        k = each.depth
+    assert [row.depth for row in found] == [1, 2, 3]
+    for row in found:
+        k = row.depth
         expected = 1 + sum(min(a, k) for a, _ in flat) / len(flat)
-        assert each.tokens_per_position == pytest.approx(expected)
+        assert row.tokens_per_position == pytest.approx(expected)
         steps = [a for text in accepted for a in at_steps(text, k)]
-        assert each.tokens_per_step == pytest.approx(1 + sum(steps) / len(steps))
-        assert each.cumulative == sum(a >= k for a, _ in flat) / len(flat)
+        assert row.tokens_per_step == pytest.approx(1 + sum(steps) / len(steps))
+        assert row.cumulative == sum(a >= k for a, _ in flat) / len(flat)
         judged = [a for a, d in flat if d >= k and a >= k - 1]
-        assert each.conditional == sum(a >= k for a in judged) / len(judged)
-        low, high = each.tokens_per_position_interval or (0, 0)
+        assert row.conditional == sum(a >= k for a in judged) / len(judged)
+        low, high = row.tokens_per_position_interval or (0, 0)
         assert 1 < low < expected < high < 1 + k
     alone = depths_of(cumulative, drafted, 3, is_chain=False)
-    assert [each.tokens_per_step is None for each in alone] == [True, True, False]
-    assert [each.tokens_per_position is None for each in alone] == [True, True, False]
+    assert [row.tokens_per_step is None for row in alone] == [True, True, False]
+    assert [row.tokens_per_position is None for row in alone] == [True, True, False]
     assert alone[-1] == found[-1]
     none = [cumulative_of_counts([0], 2)] * 2
     nothing = depths_of(none, [[1], [0]], 2, is_chain=True)
@@ -82,12 +82,12 @@ def test_probabilities_count_as_shares_of_positions() -> None:
     drafted = [[2, 1], [0, 2]]
     cumulative = [cumulative_of(text, 2) for text in texts]
     found = depths_of(cumulative, drafted, 2, is_chain=True, is_sampled=True)
-    assert [each.cumulative for each in found] == pytest.approx([1.5 / 4, 0.8 / 4])
-    means = [each.tokens_per_position for each in found]
+    assert [row.cumulative for row in found] == pytest.approx([1.5 / 4, 0.8 / 4])
+    means = [row.tokens_per_position for row in found]
     assert means == pytest.approx([1 + 1.5 / 4, 1 + 2.3 / 4])
-    assert [each.tokens_per_step for each in found] == [None, None]
+    assert [row.tokens_per_step for row in found] == [None, None]
     # Of the three positions with a draft, and of the 0.9 + 0.2 of two that go on.
-    assert [each.conditional for each in found] == pytest.approx([1.5 / 3, 0.8 / 1.1])
+    assert [row.conditional for row in found] == pytest.approx([1.5 / 3, 0.8 / 1.1])
     rising = depths_of([cumulative_of([[0.5, 0.6]], 2)], [[2]], 2, is_chain=True)
     assert rising[1].conditional == 1, "by chance more, and never above 1"
 
@@ -101,7 +101,7 @@ def test_a_category_has_the_acceptance_of_its_texts_alone() -> None:
     found = depths_by_category(names, cumulative, drafted, 3, is_chain=True)
     assert [*found] == ["code", "prose"], "in the order of the alphabet, with a position"
     for name, places in (("code", (0, 2, 4, 6, 7)), ("prose", (1,))):
-        alone = [[each[place] for place in places] for each in (cumulative, drafted)]
+        alone = [[by_text[place] for place in places] for by_text in (cumulative, drafted)]
         assert found[name] == depths_of(*alone, 3, is_chain=True)
         positions = [count for place in places for count in texts[place]]
         assert found[name][2].tokens_per_position == pytest.approx(1 + np.mean(positions))
@@ -138,7 +138,7 @@ def test_prompts_with_categories_have_a_table_by_category(
         chances = record.acceptance_probabilities
         assert (chances is None) == (sampled == "") != (record.accepted is None)
         for name, rows in record.rows_by_category.items():
-            places = [place for place, each in enumerate(categories) if each == name]
+            places = [place for place, category in enumerate(categories) if category == name]
             if chances is None:
                 counts = [count for n in places for count in counts_of((record.accepted or [])[n])]
             else:

@@ -46,18 +46,18 @@ BASELINES = Path(ROOT, "magicdec", "bench", "gate", "baselines", "acceptance.jso
 
 
 def machine_file(link: Link | None = None, **description: object) -> MachineFile:
-    def of_all(value: float) -> dict[str, float]:
+    def rates_of(value: float) -> dict[str, float]:
         return dict.fromkeys(DTYPES, value)
 
-    rates = of_all(1e11)
-    none = of_all(0.0)
-    overhead = of_all(1e-5)
-    kv_rates = of_all(1e10)
+    rates = rates_of(1e11)
+    none = rates_of(0.0)
+    overhead = rates_of(1e-5)
+    kv_rates = rates_of(1e10)
     return MachineFile(description, 1e10, rates, overhead, kv_rates, link, None, rates, none)
 
 
 @pytest.mark.parametrize(
-    ("best", "said"),
+    ("best", "messages"),
     [
         (
             MeasuredDraft("--draft self", 1.35, (1.28, 1.41), 1.3),
@@ -82,9 +82,9 @@ def machine_file(link: Link | None = None, **description: object) -> MachineFile
         (MeasuredDraft("--draft self", 1.1, None, 1.1), ("unsure, because so few batches",)),
     ],
 )
-def test_the_advice_is_one_sentence(best: MeasuredDraft, said: tuple[str, ...]) -> None:
+def test_the_advice_is_one_sentence(best: MeasuredDraft, messages: tuple[str, ...]) -> None:
     sentence = describe_advice(Finding(best), PLACE, "the plan expects; ")
-    assert all(words in sentence for words in said), sentence
+    assert all(words in sentence for words in messages), sentence
     assert PLACE in sentence and "\n" not in sentence and sentence.endswith(".")
     assert "; the plan expects; " in sentence
     busy = describe_advice(Finding(best, cores_taken=0.48), PLACE, "")
@@ -112,8 +112,8 @@ def gate_runs() -> list[PassRecord]:
     found = [record for record in load_passes(BASELINES) if record.shares_prefill]
     spread = (0.99, 1.0, 1.01, 1.0, 1.0)
     return [
-        with_ratios(each, *((0.7 + 0.05 * place) * factor for factor in spread))
-        for place, each in enumerate(found)
+        with_ratios(record, *((0.7 + 0.05 * place) * factor for factor in spread))
+        for place, record in enumerate(found)
     ]
 
 
@@ -139,14 +139,14 @@ def any_run() -> PassRecord:
 def test_equal_drafts_are_called_equal(
     any_run: PassRecord, drafts: dict[str, tuple[float, ...]], advised: str, equals: list[str]
 ) -> None:
-    records = {f"--draft {name}": with_ratios(any_run, *of) for name, of in drafts.items()}
+    records = {f"--draft {name}": with_ratios(any_run, *ratios) for name, ratios in drafts.items()}
     sentence, _, command = advice.find_advice(read(), records, None).split("\n")
     assert f"`--draft {advised}` has a net speedup of" in sentence
     assert command.split()[2:4] == ["--draft", advised]
     named = [name for name in drafts if f"`--draft {name}`" in sentence]
     assert named == sorted([advised, *equals])
-    said = "its interval begins highest of those that 5 batches cannot tell apart from it"
-    assert (said in sentence) == bool(equals)
+    message = "its interval begins highest of those that 5 batches cannot tell apart from it"
+    assert (message in sentence) == bool(equals)
 
 
 def test_a_draft_that_ended_after_the_first_batch_is_not_advised(any_run: PassRecord) -> None:
@@ -259,8 +259,8 @@ def test_every_source_is_tried() -> None:
     assert notes == []
     configs, notes = module.make_configs(read("--budget", "20", "--draft", "ngram", "self"))
     assert list(configs)[:2] == ["--draft ngram", "--draft self --budget 20 --gamma 4"]
-    said = "left out   --draft self --kv_policy snapkv --budget 20: --budget 20"
-    assert any(note.startswith(said) for note in notes)
+    left_out = "left out   --draft self --kv_policy snapkv --budget 20: --budget 20"
+    assert any(note.startswith(left_out) for note in notes)
     for draft, message in (("none", "--draft none: every draft"), ("x", "--draft x is not known")):
         with pytest.raises(ValueError, match=message):
             module.make_configs(read("--draft", draft))
@@ -372,7 +372,7 @@ def test_advice_is_one_run_of_all_drafts(
             -NUM_SMALL:
         ]
         assert len({json.dumps(r.to_json()) for r in records}) == NUM_SMALL
-        assert len({str([group.step_ms for group in each.groups]) for each in plain}) == 1
+        assert len({str([group.step_ms for group in record.groups]) for record in plain}) == 1
         assert out.count("\nrun        ") == NUM_SMALL and "Speculation" in out
         RUN.read(command_words(out.splitlines()[-1])).check(1)
     assert len(probed) == 1 and load_machine(tmp_path / "machine.json").description
@@ -387,11 +387,11 @@ def test_a_machine_that_is_busy_gives_no_prediction(
     few = [*small, "--num_batches", "1"]
     code, out, _ = command("advise", *few)
     assert code == 0 and "the plan expects" not in out and "Speculation" in out
-    said = "left out   the prediction for other contexts: another load took 50% of the cores"
-    assert said in out and not (tmp_path / "machine.json").exists() and len(probed) == 2
+    message = "left out   the prediction for other contexts: another load took 50% of the cores"
+    assert message in out and not (tmp_path / "machine.json").exists() and len(probed) == 2
     assert f"`magicdec probe --nproc 1 --out {tmp_path / 'machine.json'}`" in out
     code, out, _ = command("advise", *few, "--allow_busy_machine")
-    assert code == 0 and said not in out and (tmp_path / "machine.json").exists()
+    assert code == 0 and message not in out and (tmp_path / "machine.json").exists()
 
 
 def test_a_machine_that_is_quiet_after_the_runs_gives_a_prediction(
@@ -481,8 +481,8 @@ def test_a_prediction_stops_at_the_longest_context_of_the_model(tmp_path: Path) 
     shorter = replace(plan.target.config, max_position_embeddings=pays_from - 1)
     shorter_plan = replace(plan, target=replace(plan.target, config=shorter))
     assert shorter_plan.break_even(1) is None
-    said = advice.expectation_of(shorter_plan, args)
-    assert f"not to pay up to {pays_from - 1} tokens, the longest context" in said
+    message = advice.expectation_of(shorter_plan, args)
+    assert f"not to pay up to {pays_from - 1} tokens, the longest context" in message
 
 
 def test_a_prediction_has_the_acceptance_of_runs_whatever_else_the_file_has(
@@ -611,8 +611,8 @@ def test_drafts_are_ranked_by_what_their_intervals_leave_sure(any_run: PassRecor
     """A disturbed run has a high speedup and a wide interval; the steady one is advised."""
     ratios = {65: (0.4, 3.5, 16.0, 0.5, 12.0), 257: (1.4, 1.5, 1.6, 1.5, 1.45)}
     records = {
-        f"--draft self --budget {budget}": with_ratios(any_run, *of)
-        for budget, of in ratios.items()
+        f"--draft self --budget {budget}": with_ratios(any_run, *batch_ratios)
+        for budget, batch_ratios in ratios.items()
     }
     text = advice.find_advice(read(), records, None)
     assert "`--draft self --budget 257` has" in text and "(`--draft self --budget 65` 3.50x" in text

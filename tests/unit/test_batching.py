@@ -167,7 +167,7 @@ def test_every_mode_serves_the_tokens_of_lone_runs(tiny_checkpoint: Path, tmp_pa
         assert all(len(r.token_times_s) == len(r.output_ids) for r in requests)
         assert not any(batching.runner.cache.blocks), "every block is free again"
         metrics[mode] = serving_metrics(requests, counts)
-    in_flight = {mode: each.mean_in_flight or 0.0 for mode, each in metrics.items()}
+    in_flight = {mode: serving.mean_in_flight or 0.0 for mode, serving in metrics.items()}
     assert in_flight.pop("sequential") == 1 < min(in_flight.values())
     assert metrics["inflight"].mean_ttft_ms == min(
         metric.mean_ttft_ms for metric in metrics.values()

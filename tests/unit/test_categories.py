@@ -57,7 +57,7 @@ def test_a_category_is_a_pass_of_its_prompts_alone() -> None:
     groups = metrics_of(CATEGORIES).acceptance_by_category
     assert groups is not None and [*groups] == ["coding", "qa", "summarization", "writing"]
     for name in NAMES:
-        own = [by_request[i] for i, each in enumerate(CATEGORIES) if each == name]
+        own = [by_request[i] for i, category in enumerate(CATEGORIES) if category == name]
         alone = Verifications(defaultdict(list, dict(enumerate(own))))
         expected = acceptance_metrics(alone, len(own))
         found = asdict(groups[name])
@@ -84,17 +84,19 @@ def test_categories_add_up_to_all_prompts() -> None:
 def test_what_another_program_reports_by_request_has_categories_too() -> None:
     """From its totals alone no category follows, and of each what it does not say is unknown."""
     steps = verified()
-    by_request = {i: ReportedCounts.of(each) for i, each in steps.items()}
+    by_request = {i: ReportedCounts.of(verifications) for i, verifications in steps.items()}
     reported = Verifications(reported=by_request)
     known = acceptance_by(CATEGORIES, Verifications(steps))
     assert acceptance_by(CATEGORIES, reported) == known
-    rates_alone = {i: ReportedCounts(each.drafted, each.accepted) for i, each in by_request.items()}
+    rates_alone = {
+        i: ReportedCounts(counts.drafted, counts.accepted) for i, counts in by_request.items()
+    }
     coding = acceptance_by(CATEGORIES, Verifications(reported=rates_alone))["coding"]
     assert coding.draft_acceptance_rate == known["coding"].draft_acceptance_rate
     assert coding.num_spec_steps is coding.mean_acceptance_length is None
     total = Verifications(reported_total=ReportedCounts(90, 30, 30))
-    of_pass = acceptance_metrics(total, len(CATEGORIES), CATEGORIES)
-    assert of_pass["num_draft_tokens"] == 90 and "acceptance_by_category" not in of_pass
+    total_metrics = acceptance_metrics(total, len(CATEGORIES), CATEGORIES)
+    assert total_metrics["num_draft_tokens"] == 90 and "acceptance_by_category" not in total_metrics
 
 
 def test_what_has_no_drafts_has_no_rate_and_few_prompts_no_interval() -> None:

@@ -179,9 +179,9 @@ def test_bad_templates_are_refused_in_one_line(tmp_path: Path, name: str) -> Non
     template, message = BAD[name]
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         frame_of(tmp_path, template)
-    said = str(caught.value)
-    assert said.startswith("--prompt_format chat: ") and "; use --prompt_format plain" in said
-    assert "\n" not in said and str(tmp_path) in said
+    refusal = str(caught.value)
+    assert refusal.startswith("--prompt_format chat: ") and "; use --prompt_format plain" in refusal
+    assert "\n" not in refusal and str(tmp_path) in refusal
 
 
 @pytest.mark.parametrize(
@@ -387,12 +387,12 @@ def test_conversations_are_those_of_transformers(tmp_path: Path, name: str) -> N
     texts = ["be brief", *TEXTS]
     chat = [{"role": r, "content": t} for r, t in zip(CONVERSATION, texts, strict=True)]
     kept = chat if name != "loops" else chat[1:]  # it passes over a system's message
-    frame = ChatTemplate(tokenizer).of([tuple(each["role"] for each in kept)]).popitem()[1]
+    frame = ChatTemplate(tokenizer).of([tuple(message["role"] for message in kept)]).popitem()[1]
     assert isinstance(frame, Frame)
     expected = reference(TEMPLATES[name].replace("{% break %}", "")).apply_chat_template(
         chat, add_generation_prompt=True, return_dict=False
     )
-    ids = frame.joined([tokenizer.encode(each["content"]) for each in kept])
+    ids = frame.joined([tokenizer.encode(message["content"]) for message in kept])
     assert list(frame.around(ids)) == expected
 
 
@@ -516,15 +516,15 @@ def test_a_run_says_which_words_are_plain_text(
     shutil.copytree(chat_model, model)
     flags = ("--prefix_len", 64, "--gen_len", 4, "--out", tmp_path / "runs")
     words = ("run", "--model", model, "--prompt_format", "chat", "--B", 1, *flags)
-    said = "--prompt_format chat: <|human|> of the template are no tokens of tokenizer."
-    assert said not in command(*words).err
+    message = "--prompt_format chat: <|human|> of the template are no tokens of tokenizer."
+    assert message not in command(*words).err
     config = json.loads((model / "tokenizer_config.json").read_text())
     config["chat_template"] += "<|human|>"
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     ended = command(*words)
-    assert ended.code == 0 and said in ended.err, ended.err
+    assert ended.code == 0 and message in ended.err, ended.err
     ended = command("serve", *words[1:5], *flags, "--num_requests", 2, "--modes", "sequential")
-    assert ended.code == 0 and said in ended.err, ended.err
+    assert ended.code == 0 and message in ended.err, ended.err
 
 
 def test_tables_tell_the_formats_apart() -> None:

@@ -35,7 +35,7 @@ def logits() -> Tensor:
 def same(a: SamplingMetadata, b: SamplingMetadata) -> None:
     """Assert that both choose the same tokens: history, parameters and random numbers are equal."""
     assert a.draws is not None and b.draws is not None
-    processed = [process(logits(), each.penalties) for each in (a, b)]
+    processed = [process(logits(), metadata.penalties) for metadata in (a, b)]
     assert torch.equal(*processed)
     assert torch.equal(
         probabilities(logits(), a.draws.filters), probabilities(logits(), b.draws.filters)
@@ -99,7 +99,7 @@ def test_the_largest_top_k_fits_a_tensor() -> None:
 def test_penalties_of_a_larger_vocabulary_act_the_same(drafts: Tensor | None) -> None:
     """Two models whose vocabularies are padded to different sizes share one history."""
     made = [Penalties.of(requests_of(OUTPUTS), size, CPU) for size in (VOCAB, VOCAB + 7)]
-    assert torch.equal(*(process(logits(), each, drafts) for each in made))
+    assert torch.equal(*(process(logits(), penalties, drafts) for penalties in made))
 
 
 def test_penalties_of_a_smaller_vocabulary_leave_out_unknown_ids() -> None:

@@ -159,7 +159,7 @@ def test_by_default_a_table_has_at_most_14_rows() -> None:
         | several
         | {"acceptance_per_position_interval": None}
     )
-    full = [with_metrics(each, **numbers) for each in (plain, drafting)]
+    full = [with_metrics(record, **numbers) for record in (plain, drafting)]
     every = rows_of(full)
     brief = brief_table(full).rows
     assert len(brief) <= 14 < len(every)
@@ -171,7 +171,7 @@ def test_by_default_a_table_has_at_most_14_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("net", "ends", "emitted", "said"),
+    ("net", "ends", "emitted", "message"),
     [
         (
             1.5,
@@ -212,7 +212,7 @@ def test_by_default_a_table_has_at_most_14_rows() -> None:
     ],
 )
 def test_a_sentence_says_whether_speculation_pays(
-    net: float | None, ends: list[float] | None, emitted: float | None, said: str | None
+    net: float | None, ends: list[float] | None, emitted: float | None, message: str | None
 ) -> None:
     _, drafting = drawn_command()
     record = with_metrics(
@@ -222,8 +222,8 @@ def test_a_sentence_says_whether_speculation_pays(
         net_speedup_per_group=[1.0, 2.0],
         tokens_per_verification=emitted,
     )
-    assert [line.startswith(said or "") for line in pays_of(record, 2.0)] == (
-        [] if said is None else [True]
+    assert [line.startswith(message or "") for line in pays_of(record, 2.0)] == (
+        [] if message is None else [True]
     )
     emulated = with_fields(record, config__decoding__emulate_acceptance=[0.5])
     for line in pays_of(emulated, 2.0):
@@ -307,8 +307,8 @@ def test_the_speedup_of_a_run_is_that_of_every_other_table(
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_medians_say_over_how_many_groups(count: int) -> None:
     plain, drafting = drawn_command()
-    each = dict.fromkeys(("speedup_per_group", "net_speedup_per_group"), [1.5] * count)
-    labels = {row[0].text for row in rows_of([plain, with_metrics(drafting, **each)])}
+    ratios = dict.fromkeys(("speedup_per_group", "net_speedup_per_group"), [1.5] * count)
+    labels = {row[0].text for row in rows_of([plain, with_metrics(drafting, **ratios)])}
     words = "" if count == 1 else f", median of {count}"
     assert {f"speedup{words}", f"net speedup{words}"} <= labels
 

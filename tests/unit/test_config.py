@@ -130,8 +130,8 @@ def fields(config: RunConfig) -> Iterator[tuple[str, Declared, Any]]:
         values = getattr(config, section.name)
         if values is None:  # this way of decoding has no such section
             continue
-        for name, each in declared(type(values)).items():
-            yield section.name, each, getattr(values, name)
+        for name, declaration in declared(type(values)).items():
+            yield section.name, declaration, getattr(values, name)
 
 
 BASELINE_DRIVER = DRIVERS["baseline"].config
@@ -552,6 +552,6 @@ def test_no_file_but_those_of_the_config_chooses_for_a_run() -> None:
             continue
         for call in ast.walk(ast.parse(path.read_text())):
             if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("replace"):
-                of = ast.unparse(call.args[0]).rpartition(".")[2] if call.args else ""
+                section = ast.unparse(call.args[0]).rpartition(".")[2] if call.args else ""
                 given = {keyword.arg for keyword in call.keywords} & chosen
-                assert of not in SECTIONS or not given, (path, given)
+                assert section not in SECTIONS or not given, (path, given)

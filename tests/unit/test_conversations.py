@@ -65,7 +65,7 @@ def test_prompts_are_those_of_transformers(tmp_path: Path, name: str, system: st
     item = asked("the cat sat", "é 世界, 12", "x", system=system)
     frames = ChatTemplate(tokenizer).of(roles_of_turns(item, 3))
     encode = tokenizer.encode
-    texts, later = [[encode(text) for text in each] for each in (item.contents, item.later)]
+    texts, later = [[encode(text) for text in parts] for parts in (item.contents, item.later)]
     frame = frames[item.roles]
     first = frame.around(frame.joined(texts))  # type: ignore[union-attr]
     talk = conversation_of(item, first, texts, later, frames, 3, 500, 20)
@@ -78,7 +78,9 @@ def test_prompts_are_those_of_transformers(tmp_path: Path, name: str, system: st
         answers = [encode(answer) for answer in ANSWERS[:count]]
         assert list(talk.prompt_after(answers)) == expected
         messages += [{"role": "assistant", "content": ANSWERS[count]}]
-        messages += [{"role": "user", "content": each} for each in item.later[count : count + 1]]
+        messages += [
+            {"role": "user", "content": question} for question in item.later[count : count + 1]
+        ]
 
 
 def test_without_a_template_words_name_the_speakers(tmp_path: Path) -> None:
@@ -110,7 +112,9 @@ def test_turns_that_could_be_too_long_are_counted_and_not_asked() -> None:
         assert some.prompts == whole.prompts and some.conversations is not None
         asked = [len(talk.turns) == 2 for talk in some.conversations]
         assert asked == [length <= most for length in lengths]
-        assert [talk.num_left_out for talk in some.conversations] == [1 - each for each in asked]
+        assert [talk.num_left_out for talk in some.conversations] == [
+            1 - has_all for has_all in asked
+        ]
         assert some.sha256 != whole.sha256, "ranks compare later questions too"
     with pytest.raises(ValueError) as refused:
         build(dataset, chat=CHATTED, prefix_len=min(lengths) - 1, turns=2, **sizes)
@@ -156,7 +160,7 @@ def talking(lengths: Sequence[int], params: SamplingParams = SamplingParams(1)) 
         for turn in range(1, length + 1):
             prompt = (number,) if turn == 1 else ()
             request = Request(len(requests), prompt, params)
-            request.turn = Turn(number, turn, previous, lambda said: (9, *chain(*said)))
+            request.turn = Turn(number, turn, previous, lambda answers: (9, *chain(*answers)))
             previous = request
             requests.append(request)
     return requests
@@ -278,10 +282,10 @@ def test_every_mode_answers_every_turn_as_it_would_alone(
         assert record.num_differing == 0 and record.correctness is not None
         assert check_metrics(record) == [], record.name
         check_times(record)
-    by_mode = {each.mode: each.times_by_turn for each in records}
+    by_mode = {passed.mode: passed.times_by_turn for passed in records}
     hits = [[turn.prefix_hit_rate for turn in by_mode[mode] or ()] for mode in modes[:4]]
     # First turns find what others begin with, as far as these have come before.
-    later = [of_mode[1:] for of_mode in hits]
+    later = [mode_hits[1:] for mode_hits in hits]
     assert later[0] == later[1] == later[2] and hits[0][0] < hits[0][2]
     assert all(drafting >= plain for plain, drafting in zip(later[2], later[3], strict=True))
     assert [t.prefix_hit_rate for t in by_mode["ring"] or ()] == [None] * 3
@@ -401,12 +405,12 @@ def test_replayed_turns_arrive_as_they_did() -> None:
             request.follow(1.0)
         request.append([7, 8][: len(request.prompt_ids)], 1.0)
     again = unanswered(requests)
-    assert [each.prompt_ids for each in again] == [(0,), (), (1,)]
+    assert [rest.prompt_ids for rest in again] == [(0,), (), (1,)]
     arrivals = Arrivals(again, 1)
     (taken,) = arrivals.take(9)
     taken.append([5], 2.0)
     assert arrivals.take(9) == [again[1]] and again[1].prompt_ids == second.prompt_ids
-    assert [each.sampling.max_new_tokens for each in again] == [1, 1, 1]
+    assert [rest.sampling.max_new_tokens for rest in again] == [1, 1, 1]
     (alone,) = unanswered([second])
     assert alone.prompt_ids == second.prompt_ids and alone.turn is None
     assert other.prompt_ids == again[2].prompt_ids

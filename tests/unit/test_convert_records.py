@@ -25,11 +25,11 @@ RENAMED = {
     "mean_emitted_tokens_interval": "tokens_per_verification_interval",
     "makespan_s": "duration_s",
 }
-OF_RUNS = RENAMED | {"num_steps": "num_decode_steps"}
-OF_RUNS |= {f"{name}_per_batch": f"{name}_per_group" for name in ("speedup", "net_speedup")}
-OF_RUNS |= {"total_speedup_per_batch": "total_speedup_per_group"}
-OF_SERVING = RENAMED | {"prefill_tokens_per_s": "request_prefill_tokens_per_s"}
-OTHER = {f"{of}_tpot_ms" for of in ("mean", "p50", "p90", "p99")}
+RUN_NAMES = RENAMED | {"num_steps": "num_decode_steps"}
+RUN_NAMES |= {f"{name}_per_batch": f"{name}_per_group" for name in ("speedup", "net_speedup")}
+RUN_NAMES |= {"total_speedup_per_batch": "total_speedup_per_group"}
+SERVING_NAMES = RENAMED | {"prefill_tokens_per_s": "request_prefill_tokens_per_s"}
+OTHER = {f"{statistic}_tpot_ms" for statistic in ("mean", "p50", "p90", "p99")}
 # What version 3 said of the steps of a mode without their times.
 LEFT_OUT = {
     "steady_output_throughput",
@@ -70,22 +70,22 @@ def test_records_of_version_3_become_passes(convert_records: ModuleType, tmp_pat
     """A run becomes two, with the metrics that it had; TPOT is from the first token on now."""
     run, *modes = old_records()
     plain, drafting, *served = converted(convert_records, tmp_path)
-    assert [each.name for each in (plain, drafting, *served)] == [
+    assert [passed.name for passed in (plain, drafting, *served)] == [
         "static",
         "static+draft",
         *(mode["name"] for mode in modes),
     ]
-    is_kept(run["baseline_metrics"], plain, OF_RUNS, OTHER)
-    is_kept(run["metrics"], drafting, OF_RUNS, OTHER)
+    is_kept(run["baseline_metrics"], plain, RUN_NAMES, OTHER)
+    is_kept(run["metrics"], drafting, RUN_NAMES, OTHER)
     for mode, record in zip(modes, served, strict=True):
-        is_kept(mode["metrics"], record, OF_SERVING, LEFT_OUT)
-        assert record.output_hashes == [each["output_hash"] for each in mode["requests"]]
+        is_kept(mode["metrics"], record, SERVING_NAMES, LEFT_OUT)
+        assert record.output_hashes == [request["output_hash"] for request in mode["requests"]]
     samples = run["samples"]["speculative"]
     assert drafting.output_hashes == plain.output_hashes == samples["output_hashes"]
     assert [group.step_ms for group in drafting.groups] == samples["step_ms"]
     assert plain.shares_prefill and drafting.shares_prefill and not served[0].shares_prefill
-    assert {each.status for each in (plain, drafting, *served)} == {"verified"}
-    assert [each.reference for each in (plain, drafting)] == ["static", "static"]
+    assert {passed.status for passed in (plain, drafting, *served)} == {"verified"}
+    assert [passed.reference for passed in (plain, drafting)] == ["static", "static"]
 
 
 def test_what_was_converted_follows_from_its_requests(
@@ -109,7 +109,7 @@ def test_another_version_is_refused_with_file_and_line(
 ) -> None:
     old = tmp_path / "old.jsonl"
     raw = old_records()[0]
-    lines = [json.dumps(each) for each in (raw, raw | {"schema_version": 2})]
+    lines = [json.dumps(record) for record in (raw, raw | {"schema_version": 2})]
     old.write_text("".join(f"{line}\n" for line in lines))
     with pytest.raises(SystemExit, match=r"old\.jsonl:2: .*version is 2.*leave this line out"):
         convert_records.main(old, tmp_path / "new.jsonl")
@@ -124,7 +124,7 @@ def test_the_parts_of_systems_become_details(
     convert_records: ModuleType, old_name: str, name: str, part: str
 ) -> None:
     """They are those of a committed pass, under their names of version 3."""
-    (committed,) = [each for each in load_passes(BASELINES) if each.name == name]
+    (committed,) = [baseline for baseline in load_passes(BASELINES) if baseline.name == name]
     details = json.loads(committed.to_json())["details"]
     del details["kind"]
     raw = old_records()[1]

@@ -205,8 +205,8 @@ def test_a_standalone_draft_takes_the_prompts_one_after_the_other() -> None:
     rest = own.seconds(1, 88, 512, 1)
     assert prefill_seconds(own, 4, 600) == pytest.approx(4 * (whole + rest))
     cost = own.forward(1, 512, 0)
-    of_one = own.forward(1, 512, 0, 1)
-    assert cost.linear_flops - of_one.linear_flops == 511 * 2 * 32000 * 4096
+    one_output = own.forward(1, 512, 0, 1)
+    assert cost.linear_flops - one_output.linear_flops == 511 * 2 * 32000 * 4096
     target = Deployment(LLAMA_31_8B, A100, 2)
     way = SpeculationCost(target, own, 64, 0.9)
     assert way.predict(4, 600, 2).begin_s == prefill_seconds(own, 4, 600)
@@ -220,8 +220,8 @@ def test_the_net_speedup_by_hand() -> None:
     )
     p = way.predict(8, 30000, 4)
     assert p.speedup > 1.5 and p.begin_s > 0 and p.draft_s and p.verify_s
-    each = (p.draft_s + p.verify_s) / p.tokens_per_step
-    assert p.net_speedup(65) == pytest.approx(64 * p.decode_s / (p.begin_s + 64 * each))
+    token_s = (p.draft_s + p.verify_s) / p.tokens_per_step
+    assert p.net_speedup(65) == pytest.approx(64 * p.decode_s / (p.begin_s + 64 * token_s))
     length = p.break_even_gen_len
     assert length is not None and p.net_speedup(length) > 1 >= p.net_speedup(length - 1)
     none = way.predict(8, 30000, 0)

@@ -93,9 +93,9 @@ def test_paths_are_there(page: str) -> None:
 
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
-    of_docs = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
-    of_results = {f"../{page}" for page in PAGES if page.startswith("results/")}
-    pages = of_docs - {"README.md"} | of_results
+    docs_pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
+    results_pages = {f"../{page}" for page in PAGES if page.startswith("results/")}
+    pages = docs_pages - {"README.md"} | results_pages
     assert [page for page in sorted(pages) if f"({page})" not in index] == []
 
 
@@ -161,8 +161,8 @@ def test_commands_have_their_flags(page: str) -> None:
         names = [name, *(action for action in parsers if action.startswith(f"{name} "))]
         names += ["run"] if name == "sweep" else []  # takes the flags of the runs too
         known = {"--help", "--help_all"}
-        for each in names:
-            settings = parsers[each].settings.values() if each in parsers else ()
+        for parser in names:
+            settings = parsers[parser].settings.values() if parser in parsers else ()
             known |= {flag for setting in settings for flag in setting.flags}
         assert set(flags) <= known, f"{name} in {page}"
 

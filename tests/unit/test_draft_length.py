@@ -200,7 +200,7 @@ def test_few_unlucky_drafts_do_not_end_drafting(rate: float) -> None:
         length = make_length()
         world.run(length, 1, 32, seed)
         seeds = [1000 * batch + seed for batch in (1, 2, 3)]
-        seconds = sum(world.run(length, 1, 128, each) for each in seeds)
+        seconds = sum(world.run(length, 1, 128, number) for number in seeds)
         fixed = [FixedLength(count) for count in range(MOST + 1)]
         shares.append(min(sum(world.run(k, 1, 128, s) for s in seeds) for k in fixed) / seconds)
     assert fmean(shares) >= 0.975, shares

@@ -37,8 +37,8 @@ def view_of(cache: Any, ranges: torch.Tensor) -> Any:
 
 def views_of(*views: Any) -> LayerViews:
     """The views of layers in turns."""
-    of_layer = tuple(layer % len(views) for layer in range(views[0].cache.shape.num_layers))
-    return LayerViews(views, LayerWindows((None, 1)[: len(views)], of_layer))
+    layer_places = tuple(layer % len(views) for layer in range(views[0].cache.shape.num_layers))
+    return LayerViews(views, LayerWindows((None, 1)[: len(views)], layer_places))
 
 
 def show(
@@ -84,9 +84,9 @@ def test_layers_with_another_window_count_for_themselves() -> None:
     """The number of keys is the mean over layers, two of three of the first kind."""
     cache = cache_of()
 
-    def digest(*of_kinds: torch.Tensor) -> Digest:
+    def digest(*kind_ranges: torch.Tensor) -> Digest:
         log = DraftLog()
-        show(log, views_of(*(view_of(cache, ranges) for ranges in of_kinds)), None)
+        show(log, views_of(*(view_of(cache, ranges) for ranges in kind_ranges)), None)
         (found,) = log.digests([0]) or [("", 0)]
         return found
 
@@ -143,14 +143,14 @@ def test_entries_of_a_copy_are_the_positions_that_they_hold() -> None:
     log = DraftLog()
     log.on_choice(alone(copy), [0], [positions] * LAYERS)
     show(log, views_of(view_of(copy, shared((2, 5), (5, 8)))), offsets)
-    (of_copy,) = log.digests([0]) or []
+    (copy_digest,) = log.digests([0]) or []
     kept = [[(7, 8), (38, 40), (40, 43)], [(3, 4), (38, 40), (40, 43)]]
     ranges = torch.tensor([[kept]] * LAYERS)  # [L, B, G, R, 2]
-    assert of_copy == digest_of(ranges, cache=source)
+    assert copy_digest == digest_of(ranges, cache=source)
     log.begin()
     log.on_choice(alone(copy), [0], [positions.flip(2)] * LAYERS)
     show(log, views_of(view_of(copy, shared((2, 5), (5, 8)))), offsets)
-    assert log.digests([0]) != [of_copy], "other entries are read"
+    assert log.digests([0]) != [copy_digest], "other entries are read"
 
 
 def test_what_was_drafted_counts_without_padding() -> None:

@@ -323,16 +323,16 @@ def test_layers_are_counted_as_the_head_means_them(
 
 # Of so many layers, those before whose input vLLM takes states where a head lists none:
 # `get_eagle3_default_aux_hidden_state_layers` of its models, which divide rounding down.
-OF_VLLM = {
+VLLM_LAYERS = {
     **{7: (2, 3, 4), 8: (2, 4, 5), 16: (2, 8, 13), 27: (2, 13, 24), 28: (2, 14, 25)},
     **{31: (2, 15, 28), 32: (2, 16, 29), 33: (2, 16, 30), 61: (2, 30, 58), 80: (2, 40, 77)},
 }
 
 
-@pytest.mark.parametrize("num_layers", OF_VLLM)
+@pytest.mark.parametrize("num_layers", VLLM_LAYERS)
 def test_a_head_that_lists_no_layers_takes_those_of_vllm(num_layers: int) -> None:
     """Also where the number of layers is odd; and a list that counts from outputs, as SGLang's."""
-    expected = OF_VLLM[num_layers]
+    expected = VLLM_LAYERS[num_layers]
 
     def found(listed: tuple[int, ...] | None) -> tuple[int, ...]:
         eagle = EagleConfig(target_vocab_size=9, state_size=9, capture=listed)
@@ -372,15 +372,15 @@ def test_names_of_other_programs_are_the_same_head(tmp_path: Path) -> None:
 def test_the_plan_has_the_bytes_of_a_head_its_cache_and_its_states(budget: int) -> None:
     run_config = RunConfig(kv=KVSection(budget=budget)).with_draft("eagle:demo-eagle")
     run = find(run_config, Launch(0, 1, 0, 1), SetupCache())
-    of_target, of_head = model_plans_of(run.config, run.models, 0)
+    target_plan, head_plan = model_plans_of(run.config, run.models, 0)
     models = LoadedModels(torch.device("cpu"), Silent())
     alone = Group((0,), 0)
-    runner = make_runner(of_target, run.source, alone, models)
+    runner = make_runner(target_plan, run.source, alone, models)
     draft = make_draft(run, ParallelGroups(0, 1, alone, draft=alone), models)
     states = runner.observer(HiddenStates)
     assert draft is not None and draft.runner is not None and states is not None
     parameters = draft.runner.model.named_parameters()
     own = sum(p.nbytes for name, p in parameters if not name.startswith("embedding"))
-    assert of_head.weight_bytes == own
-    assert of_head.kv_bytes == draft.runner.cache.num_bytes
-    assert of_target.state_bytes == states.num_bytes
+    assert head_plan.weight_bytes == own
+    assert head_plan.kv_bytes == draft.runner.cache.num_bytes
+    assert target_plan.state_bytes == states.num_bytes

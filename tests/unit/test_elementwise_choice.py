@@ -77,12 +77,12 @@ def test_what_cannot_be_is_refused(
 
 def test_what_is_slower_or_interpreted_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     missing = "triton is not installed; pip install triton"
-    of_both = f"--attention auto: flash_attn; {missing}\n--elementwise auto: torch; {missing}\n"
-    said = {
-        of_both: BARE_GPU,
+    message = f"--attention auto: flash_attn; {missing}\n--elementwise auto: torch; {missing}\n"
+    machines = {
+        message: BARE_GPU,
         "": replace(GPU, has_bfloat16_products=False),
     }
-    for line, machine in said.items():
+    for line, machine in machines.items():
         cli.announce_backend(resolved(machine))
         assert capsys.readouterr().err == line
     cli.announce_backend(resolved(FAST, "triton"))
@@ -101,7 +101,7 @@ def test_a_loaded_model_has_what_was_chosen(name: str) -> None:
     found = users(load_kind(source, Shard(), Kinds("bfloat16", "bfloat16", "torch", name), cpu))
     layers = source.config.num_layers
     assert len(found) == 3 * layers + 2
-    assert {type(each) for each in found} == {load_named(ELEMENTWISE, name)}
+    assert {type(used) for used in found} == {load_named(ELEMENTWISE, name)}
 
 
 def test_every_part_of_a_model_takes_another() -> None:

@@ -153,14 +153,16 @@ def test_modes_that_draft_in_turns_accept_by_chance(tmp_path: Path, command: Com
     words += " --modes sequential inflight inflight+draft --draft self --emulate_acceptance 2"
     ended = command("serve", *words.split(), "--out", out)
     assert ended.code == 0, ended.err
-    said = "inflight+draft: unverified, EMULATED acceptance, so its tokens mean nothing"
-    assert said in ended.out
+    message = "inflight+draft: unverified, EMULATED acceptance, so its tokens mean nothing"
+    assert message in ended.out
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     rates = [line["config"]["decoding"]["emulate_acceptance"] for line in lines]
     assert rates == [None, None, [2.0]]
     assert [line["status"] for line in lines] == ["verified", "verified", "unverified"]
     drafting = lines[2]
     assert drafting["metrics"]["mean_acceptance_length"] == 2
-    accepted = [counts for each in drafting["requests"] for counts in each["per_step_accepted"]]
+    accepted = [
+        counts for request in drafting["requests"] for counts in request["per_step_accepted"]
+    ]
     assert set(accepted) == {1}, "the first of two drafts"
     assert drafting["correctness"]["judged_again"] is None

@@ -246,8 +246,8 @@ def learning(server: StandInServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server answers as our own modes did."""
     original = Flover.serve
 
-    def serve(batching: Flover, each: Any, requests: Any, watch: Any) -> Any:
-        extras = original(batching, each, requests, watch)
+    def serve(batching: Flover, served_pass: Any, requests: Any, watch: Any) -> Any:
+        extras = original(batching, served_pass, requests, watch)
         server.answers |= {r.prompt_ids: list(r.output_ids) for r in requests}
         return extras
 
@@ -330,7 +330,9 @@ def test_a_conversation_goes_on_with_the_servers_own_answers(
     assert run([*talk, "--modes", "sequential", "endpoint"]) == 0
     ours, theirs = records_of(tmp_path)
     assert (theirs["status"], theirs["num_differing"]) == ("verified", 0)
-    lengths = [[each["prompt_len"] for each in record["requests"]] for record in (ours, theirs)]
+    lengths = [
+        [request["prompt_len"] for request in record["requests"]] for record in (ours, theirs)
+    ]
     assert lengths[0] == lengths[1] and len(lengths[0]) == 6
     assert [their["turn"] for their in theirs["requests"]] == [1, 2] * 3
     assert [turn["num_requests"] for turn in theirs["times_by_turn"]] == [3, 3]
@@ -378,9 +380,13 @@ def test_what_a_server_had_of_prompts_is_counted_as_hits(
     for more, kept in ([], False), (["--prefix_cache"], True):
         assert run([*given, *more]) == 0
         record = records_of(tmp_path)[-1]
-        lengths = [each["prompt_len"] for each in record["requests"]]
+        lengths = [request["prompt_len"] for request in record["requests"]]
         assert record["metrics"]["prefix_hit_rate"] == 9 / sum(lengths)
-        assert [each["joined_prefix_tokens"] for each in record["requests"]] == [[3], [3], [3]]
+        assert [request["joined_prefix_tokens"] for request in record["requests"]] == [
+            [3],
+            [3],
+            [3],
+        ]
         assert server.bodies[-1].get("cache_prompt", kept) == kept
     key = {"openai": "usage", "sglang": "cached_tokens", "llama.cpp": "cache_n"}[api]
     details = {"prompt_tokens_details": {"cached_tokens": 21}}
@@ -393,7 +399,7 @@ def test_what_a_server_had_of_prompts_is_counted_as_hits(
 
 
 # What a server reports of 2 verifications with 3 draft tokens, after 4 tokens of an answer.
-OF_VLLM = {
+VLLM_REPORT = {
     "metrics": {
         "speculative_decoding": {
             "num_draft_tokens": 3,
@@ -405,13 +411,13 @@ OF_VLLM = {
         }
     }
 }
-OF_SGLANG = {
+SGLANG_REPORT = {
     "spec_verify_ct": 2,
     "spec_num_correct_drafts": 1,
     "spec_num_proposed_drafts": 3,
     "spec_correct_drafts_histogram": [1, 1],
 }
-OF_LLAMA_CPP = {"draft_n": 3, "draft_n_accepted": 1}
+LLAMA_CPP_REPORT = {"draft_n": 3, "draft_n_accepted": 1}
 
 
 @pytest.mark.narrow(2)
@@ -419,10 +425,10 @@ OF_LLAMA_CPP = {"draft_n": 3, "draft_n_accepted": 1}
 @pytest.mark.parametrize(
     ("api", "program", "report", "length"),
     [
-        ("openai", "vllm", OF_VLLM, 1.5),
-        ("openai", "llama.cpp", {"timings": {"predicted_n": 4} | OF_LLAMA_CPP}, None),
-        ("sglang", "sglang", OF_SGLANG, 1.5),
-        ("llama.cpp", "llama.cpp", OF_LLAMA_CPP, None),
+        ("openai", "vllm", VLLM_REPORT, 1.5),
+        ("openai", "llama.cpp", {"timings": {"predicted_n": 4} | LLAMA_CPP_REPORT}, None),
+        ("sglang", "sglang", SGLANG_REPORT, 1.5),
+        ("llama.cpp", "llama.cpp", LLAMA_CPP_REPORT, None),
     ],
 )
 def test_acceptance_is_a_column_beside_our_modes(
@@ -442,12 +448,12 @@ def test_acceptance_is_a_column_beside_our_modes(
     _, record = records_of(tmp_path)
     assert (record["status"], record["num_differing"]) == ("verified", 0)
     metrics = record["metrics"]
-    said = record["details"]
-    assert (said["program"], said["source"], said["problems"]) == (program, "answers", [])
+    details = record["details"]
+    assert (details["program"], details["source"], details["problems"]) == (program, "answers", [])
     assert (metrics["num_draft_tokens"], metrics["num_accepted_draft_tokens"]) == (9, 3)
     assert metrics["draft_acceptance_rate"] == 1 / 3
     assert metrics["mean_acceptance_length"] == length
-    assert ("mean_acceptance_length" in said["missing"]) == (length is None)
+    assert ("mean_acceptance_length" in details["missing"]) == (length is None)
     for request in record["requests"]:
         assert (request["num_draft_tokens"], request["num_accepted_draft_tokens"]) == (3, 1)
         assert request["per_step_drafted"] == ([2, 1] if program == "vllm" else None)
@@ -469,7 +475,7 @@ def test_acceptance_is_a_column_beside_our_modes(
 def test_what_contradicts_itself_is_one_line_and_the_times_stay(
     words: list[str], server: StandInServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    counts = OF_VLLM["metrics"]["speculative_decoding"]
+    counts = VLLM_REPORT["metrics"]["speculative_decoding"]
     wrong = counts | {"acceptance_histogram": [1, 0, 1]}
     server.report = {"metrics": {"speculative_decoding": wrong}}
     assert run([*words, "--modes", "sequential", "endpoint"]) == 0
@@ -519,21 +525,21 @@ def test_counters_are_read_around_the_pass(
     flags = ("--modes", "sequential", "endpoint", "--endpoint_metrics", f"{address}/metrics")
     assert run([*words, *flags]) == 0
     _, record = records_of(tmp_path)
-    said = record["details"]
+    details = record["details"]
     metrics = record["metrics"]
     assert record["acceptance_by_context"] is None
     if problem is None:
-        assert (said["source"], said["problems"]) == ("counters", [])
+        assert (details["source"], details["problems"]) == ("counters", [])
         assert metrics["mean_acceptance_length"] == 2 and metrics["num_spec_steps"] == 4
         assert metrics["draft_acceptance_rate"] == 4 / (after[1] - 10)
         assert metrics["draft_acceptance_rate_interval"] is None
-        assert said["missing"] == [
+        assert details["missing"] == [
             *("tokens_per_verification", "acceptance_per_position", "judged_per_position"),
             "acceptance_histogram",
         ]
     else:
-        assert said["source"] is None and metrics["num_spec_steps"] is None
-        assert [problem in each for each in said["problems"]] == [True]
+        assert details["source"] is None and metrics["num_spec_steps"] is None
+        assert [problem in text for text in details["problems"]] == [True]
 
 
 @pytest.mark.usefixtures("learning")
@@ -575,8 +581,8 @@ def test_counters_are_read_around_each_repeat(
     assert (metrics["num_spec_steps"], metrics["num_draft_tokens"]) == expected
     assert details["source"] == (None if problems else "counters")
     assert len(details["problems"]) == len(problems)
-    for said, start in zip(details["problems"], problems, strict=True):
-        assert said.startswith(start)
+    for problem, start in zip(details["problems"], problems, strict=True):
+        assert problem.startswith(start)
     assert ("draft_acceptance_rate" in details["missing"]) == bool(problems)
     assert len(metrics["throughput_ratio_per_group"]) == 2
 
@@ -587,7 +593,7 @@ def test_answers_of_one_repeat_say_nothing_of_all(
 ) -> None:
     """Drafts that only the answers of the first repeat report are not counted beside the tokens of
     both."""
-    server.report = OF_VLLM
+    server.report = VLLM_REPORT
     begin = server.begin
 
     def reporting() -> None:
@@ -628,7 +634,7 @@ def test_several_servers_have_a_column_each(
     command: Command,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    server.report = {"timings": {"predicted_n": 4} | OF_LLAMA_CPP}
+    server.report = {"timings": {"predicted_n": 4} | LLAMA_CPP_REPORT}
     other = server.address.replace("127.0.0.1", "localhost")
     flags = ["--endpoint", server.address, other, "--endpoint_model", "tiny", "other"]
     assert run([*words, "--modes", "sequential", "endpoint", *flags]) == 0
@@ -647,7 +653,7 @@ def test_drafts_of_a_server_break_even_beside_the_same_server_without_them(
     tmp_path: Path, words: list[str], server: StandInServer
 ) -> None:
     """By hand: 3 tokens after the first of each of 3 requests, 2 verifications for each."""
-    server.report = OF_VLLM
+    server.report = VLLM_REPORT
     assert run([*words, "--modes", "endpoint"]) == 0
     (drafting,) = read_records(tmp_path / "out.jsonl", PassRecord)
     assert drafting.metrics is not None and drafting.details is not None
@@ -686,8 +692,8 @@ def test_tokens_without_ids_are_counted_and_not_compared(
         assert (record["status"], record["num_differing"]) == ("unverified", None)
         assert [request["output_len"] for request in record["requests"]] == [4, 4, 4]
     assert server.bodies[-1]["model"] == "other"
-    said = "sequential: unverified, its 12 tokens are not compared, because a server sent no"
-    assert said in capsys.readouterr().out
+    message = "sequential: unverified, its 12 tokens are not compared, because a server sent no"
+    assert message in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("learning")
@@ -698,8 +704,8 @@ def test_other_tokens_in_another_program_are_no_divergence(
     assert run([*words, "--modes", "sequential", "endpoint"]) == 0
     _, record = records_of(tmp_path)
     assert (record["status"], record["num_differing"]) == ("unverified", 3) and record["metrics"]
-    said = "endpoint: unverified, 3 of 3 requests differ from sequential in 12 tokens; rounding"
-    assert said in capsys.readouterr().out
+    message = "endpoint: unverified, 3 of 3 requests differ from sequential in 12 tokens; rounding"
+    assert message in capsys.readouterr().out
 
 
 @pytest.mark.narrow(4)
@@ -915,13 +921,13 @@ def test_credentials_of_the_url_are_sent_and_never_said(
     flags = ["--modes", "sequential", "endpoint", "--endpoint", url]
     code, out, err = command("serve", *words[:-2], *flags)
     assert set(server.keys) == {f"Basic {b64encode(b'me:pass@word').decode()}"}
-    said = out + err
+    printed = out + err
     if not fault:
         assert code == 0, err
-        said += (tmp_path / "out.jsonl").read_text()
+        printed += (tmp_path / "out.jsonl").read_text()
         hidden = f"{server.address.replace('://', '://***@')}?***"
         assert records_of(tmp_path)[1]["environment"]["argv"][-2:] == ["--endpoint", hidden]
-    assert not [word for word in ("pass%40word", "pass@word", "q1", "bWU6") if word in said]
+    assert not [word for word in ("pass%40word", "pass@word", "q1", "bWU6") if word in printed]
 
 
 def test_credentials_that_cannot_be_are_refused(
@@ -976,7 +982,7 @@ def test_acceptance_by_the_length_of_prompts(
     tmp_path: Path, words: list[str], server: StandInServer
 ) -> None:
     """Of groups that double, each with its own requests; CSV says which is which."""
-    server.report = {"timings": {"predicted_n": 4} | OF_LLAMA_CPP}
+    server.report = {"timings": {"predicted_n": 4} | LLAMA_CPP_REPORT}
     assert run([*words, "--modes", "endpoint"]) == 0
     (record,) = read_records(tmp_path / "out.jsonl", PassRecord)
     counts = {0: ReportedCounts(10, 5), 1: ReportedCounts(10, 1), 3: ReportedCounts(30, 29)}

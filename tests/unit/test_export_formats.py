@@ -123,8 +123,8 @@ class Exports:
         self.command = command
 
     def text(self, form: str, records: Sequence[dict[str, Any]], suffix: str = "json") -> str:
-        code, _, self.said = self.export(form, records, suffix)
-        assert code == 0, self.said
+        code, _, self.printed = self.export(form, records, suffix)
+        assert code == 0, self.printed
         return (self.folder / f"out.{suffix}").read_text(encoding="utf-8")
 
     def export(self, form: str, records: Sequence[dict[str, Any]], suffix: str) -> Any:
@@ -203,16 +203,16 @@ def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 def test_ties_are_exported(exports: Exports) -> None:
     """The requests that rounding explains."""
-    said = {"status": "verified_with_ties", "reference": "static", "num_differing": 2}
-    said |= {"emulated": False}
+    correctness = {"status": "verified_with_ties", "reference": "static", "num_differing": 2}
+    correctness |= {"emulated": False}
     ties = with_ties(run())
     found = json.loads(exports.text("llama-bench", [ties]))
-    assert [row["correctness"] for row in found] == [said] * 4
+    assert [row["correctness"] for row in found] == [correctness] * 4
     assert " | verified_with_ties |" in exports.text("llama-bench", [ties], "md")
     passed = with_ties(served()) | {"reference": "static"}
-    assert json.loads(exports.text("vllm", [passed]))["correctness"] == said
+    assert json.loads(exports.text("vllm", [passed]))["correctness"] == correctness
     for load in json.loads(exports.text("pytorch", [passed])):
-        assert load["metric"]["extra_info"]["correctness"] == said
+        assert load["metric"]["extra_info"]["correctness"] == correctness
     lines = list(csv.DictReader(io.StringIO(exports.text("table", [ties, passed], "csv"))))
     assert [row["status"] for row in lines] == ["verified_with_ties"] * 2
     assert [row["correctness.num_excused"] for row in lines] == ["2", "2"]
@@ -246,7 +246,7 @@ def test_passes_are_lines_and_others_are_named(exports: Exports) -> None:
     rates = [{"request_rate": "inf"}, {"request_rate": 4.0, "burstiness": 1.0}]
     closed = {"request_rate": "inf", "max_concurrency": 4}
     assert traffic == [*rates, {"request_rate": 2.0}, closed]
-    assert exports.said.splitlines()[0] == (
+    assert exports.printed.splitlines()[0] == (
         "records are left out, 1 of kind latency with status ok and 1 of kind pass with status "
         "mismatch: --format vllm holds passes with metrics, of kind pass"
     )
@@ -300,18 +300,18 @@ def test_what_was_emulated_says_so(exports: Exports) -> None:
 
 def test_the_database_has_an_object_for_each_metric(exports: Exports) -> None:
     found = json.loads(exports.text("pytorch", [served()]))
-    assert [each["metric"]["name"] for each in found] == [
+    assert [row["metric"]["name"] for row in found] == [
         name for name in METRICS if name != "std_itl_ms"
     ]
-    mean = next(each for each in found if each["metric"]["name"] == "mean_ttft_ms")
+    mean = next(row for row in found if row["metric"]["name"] == "mean_ttft_ms")
     left_out = {*METRICS, "ttfts"}
     assert mean["metric"]["benchmark_values"] == [2500.0]
     assert {*mean["metric"]} == {"name", "benchmark_values", "extra_info"}
     kept = {key: value for key, value in RESULT.items() if key not in left_out}
     same(mean["metric"]["extra_info"], kept)
-    for each in found:
-        name = each["metric"]["name"]
-        assert each["metric"]["benchmark_values"] == [pytest.approx(RESULT[name])]
+    for row in found:
+        name = row["metric"]["name"]
+        assert row["metric"]["benchmark_values"] == [pytest.approx(RESULT[name])]
     assert mean["model"] == {"name": "demo"} and mean["benchmark"]["name"] == "magicdec benchmark"
     assert mean["benchmark"]["extra_info"]["args"]["gen_len"] == 4
 
@@ -320,7 +320,7 @@ def test_a_run_is_the_tests_of_llama_bench(exports: Exports) -> None:
     """Two prompts of 8 tokens in 4 and 8 ms, and 2 tokens each in 20 and 40 ms. The deviation is
     that of a sample: of 4 and 8 it is the square root of 8. The pass with drafts is left out."""
     found = json.loads(exports.text("llama-bench", run_lines()))
-    assert "records are left out, 1 of kind pass with status verified" in exports.said
+    assert "records are left out, 1 of kind pass with status verified" in exports.printed
     keys = ("n_prompt", "n_gen", "n_depth")
     assert [tuple(row[key] for key in keys) for row in found] == [
         *((8, 0, 0), (4, 0, 0), (0, 2, 8), (0, 2, 4)),
@@ -372,7 +372,7 @@ def test_each_format_has_what_it_holds_and_refuses_the_rest(form: str, exports: 
     held, others = HELD[form]
     found = load_named(EXPORTS, form)
     suffix = found.suffixes[0].removeprefix(".")
-    assert exports.text(form, [held()], suffix) and "left out" not in exports.said
+    assert exports.text(form, [held()], suffix) and "left out" not in exports.printed
     (exports.folder / f"out.{suffix}").unlink()
     for other in others:
         raw = other()

@@ -121,11 +121,11 @@ def test_costs_of_layers_with_and_without_a_window() -> None:
     mixed = replace(PLAIN, num_layers=3, layer_kinds=kinds)
     alone = [replace(PLAIN, num_layers=1, layer_kinds=(kind,)) for kind in kinds]
     for S in (10, 61, 100):
-        of_all, *of_each = (
+        whole, *parts = (
             Deployment(c, Hardware(1e9, 1e9), 4).forward(2, 5, S) for c in (mixed, *alone)
         )
-        assert of_all.kv_bytes == sum(cost.kv_bytes for cost in of_each)
-        assert of_all.attention_flops == sum(cost.attention_flops for cost in of_each)
+        assert whole.kv_bytes == sum(cost.kv_bytes for cost in parts)
+        assert whole.attention_flops == sum(cost.attention_flops for cost in parts)
 
 
 def test_a_rolling_draft_reaches_as_far_as_its_widest_window() -> None:

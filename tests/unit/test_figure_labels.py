@@ -52,5 +52,5 @@ def test_equal_labels_of_points_that_overlap_are_one(shift: float) -> None:
     other = PointLabel(0.5, 0.5, "8", "r")
     texts, _, _ = written([*labels, other])
     found = [(text.get_text(), text.get_color()) for text in texts]
-    own = [("4", each) for each in "rgb"] if shift == 0.1 else [("4", GREY)]
+    own = [("4", colour) for colour in "rgb"] if shift == 0.1 else [("4", GREY)]
     assert found == [*own, ("8", "r")]

@@ -120,10 +120,10 @@ def test_int8_and_converted_files_are_checked(tmp_path: Path) -> None:
         load_transformer(
             source.config, source.weights, Shard(), None, torch.float32, CPU, stored_as="int8"
         )
-    for each, dtype in ((source, None), (source, "bfloat16"), (quantized(source, "int8"), None)):
+    for model, dtype in ((source, None), (source, "bfloat16"), (quantized(source, "int8"), None)):
         out = tmp_path / "out.safetensors"
         with pytest.raises(WeightsRefused, match=f"tensor {DOWN} holds nan"):
-            convert(each, out, dtype)
+            convert(model, out, dtype)
         assert not out.exists()
     whole = find_model("--model", str(write(tmp_path, make_tensors(EVEN), EVEN)))
     file = tmp_path / "int8.safetensors"

@@ -173,8 +173,8 @@ time.sleep(600)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout is not None
-        said, pid = process.stdout.readline().split()
-        assert said == ("started" if is_early else "running")
+        state, pid = process.stdout.readline().split()
+        assert state == ("started" if is_early else "running")
         process.kill()
         hung = threading.Timer(HANG, os.kill, (int(pid), signal.SIGKILL))
         hung.start()
@@ -227,9 +227,9 @@ def test_a_run_on_two_ranks_is_one_command(tmp_path: Path) -> None:
     assert (plain["name"], record["name"]) == ("static", "static+draft")
     assert record["environment"]["world_size"] == 2 and record["status"] == "verified"
     assert record["environment"]["argv"][:2] == ["magicdec run", "--B"]
-    said = [line for line in done.stderr.splitlines() if "another load" not in line]
+    notes = [line for line in done.stderr.splitlines() if "another load" not in line]
     budget = "--budget 257 is not smaller than the prompts of 64 tokens, so that drafts read all"
-    assert said == [f"{budget} of them", "2 records appended to results/runs.jsonl"]
+    assert notes == [f"{budget} of them", "2 records appended to results/runs.jsonl"]
     model, memory, verdict, *_ = done.stdout.splitlines()
     assert model == f"model  demo, {record['config']['model']['dtype']}, ranks 2 x threads 1, cpu"
     assert memory.startswith("memory ") and verdict.startswith("verified: ")
@@ -270,13 +270,13 @@ def test_the_help_is_printed_on_one_rank(monkeypatch: pytest.MonkeyPatch, comman
 
 
 def test_the_command_names_itself_and_its_commands(command: Command) -> None:
-    for words, code, said in (
+    for words, code, message in (
         (["--version"], 0, "magicdec 0."),
         (["--help"], 0, "usage: magicdec COMMAND"),
         (["rum"], 2, "unknown command 'rum'; did you mean run?"),
     ):
         ended = command(*words)
-        assert ended.code == code and said in ended.out + ended.err
+        assert ended.code == code and message in ended.out + ended.err
         assert max(map(len, (ended.out + ended.err).splitlines())) <= 80
 
 
@@ -415,7 +415,7 @@ def test_a_model_of_the_hub_is_fetched_once(hub: Hub, tmp_path: Path) -> None:
         "print(find_local('--model', 'org/model'), find_local('--model', 'demo'))"
     )
     env = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
-    for said in ("fetching org/model into checkpoints/org/model", ""):
+    for message in ("fetching org/model into checkpoints/org/model", ""):
         done = subprocess.run(
             [sys.executable, "-c", code],
             cwd=tmp_path,
@@ -426,7 +426,7 @@ def test_a_model_of_the_hub_is_fetched_once(hub: Hub, tmp_path: Path) -> None:
             check=True,
         )
         assert done.stdout.splitlines()[-1] == "checkpoints/org/model demo"
-        assert (said in done.stderr) if said else (done.stderr == "")
+        assert (message in done.stderr) if message else (done.stderr == "")
     assert (tmp_path / "checkpoints/org/model/model.safetensors").read_bytes() == b"not read here"
 
 
@@ -438,7 +438,7 @@ def test_a_model_is_got(hub: Hub, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "kv", "gamma", "said"),
+    ("drafter", "kv", "gamma", "messages"),
     [
         ("self", KVSection(budget=100), 4, ["--budget 100 is not smaller than the prompts of 100"]),
         ("self", KVSection(budget=99), 8, []),
@@ -453,7 +453,7 @@ def test_limits_that_limit_nothing_are_said(
     drafter: str,
     kv: KVSection,
     gamma: int | str,
-    said: list[str],
+    messages: list[str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = resolve(
@@ -461,26 +461,26 @@ def test_limits_that_limit_nothing_are_said(
     )
     flags.announce_limits(config, 100, 8)
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == len(said)
-    assert all(line.startswith(start) for line, start in zip(lines, said, strict=True))
+    assert len(lines) == len(messages)
+    assert all(line.startswith(start) for line, start in zip(lines, messages, strict=True))
 
 
 def test_the_first_rank_alone_announces_what_was_prepared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every rank measures."""
-    said = list[str]()
+    calls = list[str]()
     command = SimpleNamespace(
         config=RunConfig(),
         kept="nothing",
         check_ranks=lambda config, nproc: None,
         preparation=lambda: lambda config, launch: f"rank {launch.rank}",
-        announce=lambda prepared: said.append(f"{prepared} announces"),
-        conclude=lambda prepared: said.append(f"{prepared} measures") or 3,
+        announce=lambda prepared: calls.append(f"{prepared} announces"),
+        conclude=lambda prepared: calls.append(f"{prepared} measures") or 3,
     )
     monkeypatch.setattr(flags, "run_on_ranks", lambda *given: None)
     monkeypatch.setattr(flags, "watch_ranks", lambda launch: None)
     for rank in range(2):
         launch = Launch(rank, 2, rank, 2)
         assert flags.measure_on_ranks(cast(flags.RankCommand, command), [], launch) == 3
-    assert said == ["rank 0 announces", "rank 0 measures", "rank 1 measures"]
+    assert calls == ["rank 0 announces", "rank 0 measures", "rank 1 measures"]

@@ -118,8 +118,8 @@ def test_a_request_waits_is_prefilled_and_decodes(tmp_path: Path, drawn: list[Fi
     }
     assert bars(ax) == {
         (begin, end, round(row - 0.42, 6), round(row + 0.42, 6), LOOKS[kind].colour.lower())
-        for row, of in spans.items()
-        for kind, begin, end in of
+        for row, row_spans in spans.items()
+        for kind, begin, end in row_spans
     }
     assert ax.get_title(loc="left") == "inflight, repeat 1: 2.00 s"
     assert [text.get_text() for text in ax.get_yticklabels()] == ["request 0", "request 1"]

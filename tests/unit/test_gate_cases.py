@@ -229,7 +229,7 @@ def test_the_user_chooses_the_ranks_of_the_new_cases() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"environment__world_size": 1000}, "1000 ranks are too many for "),
         ({"environment__world_size": 3}, "--rank_group 0 1: name all of the launched ranks, each"),
@@ -239,7 +239,7 @@ def test_the_user_chooses_the_ranks_of_the_new_cases() -> None:
 )
 def test_ranks_that_cannot_be_are_refused_with_the_case(
     fields: dict[str, Any],
-    said: str,
+    message: str,
     tmp_path: Path,
     command: Command,
     monkeypatch: pytest.MonkeyPatch,
@@ -252,7 +252,7 @@ def test_ranks_that_cannot_be_are_refused_with_the_case(
     path.write_text(replace(baseline, seal="").to_json() + "\n")
     for words in (("gate",), ("gate", "save")):
         code, _, err = command(*words, "--baseline", path)
-        assert code == 2 and err.count("\n") == 1 and said in err, err
+        assert code == 2 and err.count("\n") == 1 and message in err, err
         assert "--draft model:demo-draft --kv_policy full --gamma 4" in err
 
 
@@ -264,9 +264,9 @@ def test_quick_has_one_case_for_each_method_and_other_way_to_draft() -> None:
 
 def test_the_gate_is_refused_without_baselines(tmp_path: Path, command: Command) -> None:
     (tmp_path / "empty").write_text("")
-    for name, said in (("empty", "holds no records"), ("absent", "No such file")):
+    for name, message in (("empty", "holds no records"), ("absent", "No such file")):
         code, _, err = command("gate", "--baseline", tmp_path / name)
-        assert code == 2 and said in err and err.count("\n") == 1
+        assert code == 2 and message in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 50])

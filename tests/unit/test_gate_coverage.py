@@ -127,11 +127,11 @@ CHANGES: dict[str, tuple[Change, list[int], str]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_case_without_a_result_of_its_own_fails_with_its_name(change: str, gate: Gate) -> None:
-    apply, cases, said = CHANGES[change]
+    apply, cases, message = CHANGES[change]
     ended = gate(CASES, apply)
     names = [NAMES[number] for number in cases]
     assert (ended.code, ended.failures, ended.regressions) == (1, names, names)
-    assert said in ended.out and f"{len(cases)} regression" in ended.out
+    assert message in ended.out and f"{len(cases)} regression" in ended.out
 
 
 def test_a_record_under_other_conditions_is_not_comparable_as_before(gate: Gate) -> None:
@@ -224,7 +224,7 @@ def test_each_kind_of_cpu_has_a_file_beside_the_first(
     others."""
     path = tmp_path / "old.jsonl"
 
-    def of_kind(name: str) -> list[PassRecord]:
+    def records_of(name: str) -> list[PassRecord]:
         found = {"environment__instructions": [name], "environment__kernels": {"packed": "aa"}}
         return [with_fields(logged(case), **found, seal="") for case in CASES]
 
@@ -232,21 +232,21 @@ def test_each_kind_of_cpu_has_a_file_beside_the_first(
         monkeypatch.setattr(files, "used_instructions", lambda: [name])
         monkeypatch.setattr(gate_command, "measure", answering(records, lambda found: None))
 
-    path.write_text("".join(record.to_json() + "\n" for record in of_kind("AVX2")))
-    here("AVX512BF16", of_kind("AVX512BF16"))
+    path.write_text("".join(record.to_json() + "\n" for record in records_of("AVX2")))
+    here("AVX512BF16", records_of("AVX512BF16"))
     ended = command("gate", "save", "--baseline", path)
     ours = tmp_path / "old.avx512_bf16.jsonl"
     assert ended.code == 0 and ours.exists() and "AVX2" in path.read_text()
     ended = command("gate", "--baseline", path)
     assert "7 same" in ended.out and ended.out.count("every step as before [exact]") == 7
-    changed = of_kind("AVX512BF16")
+    changed = records_of("AVX512BF16")
     hashes = changed[1].requests[0].draft_hashes
     assert hashes is not None
     hashes[0] = "ffffffff"
     here("AVX512BF16", changed)
     ended = command("gate", "save", "--baseline", path)
     assert f"{path}: statistics compare what has changed" in ended.out
-    here("AVX2", of_kind("AVX2"))
+    here("AVX2", records_of("AVX2"))
     ended = command("gate", "--baseline", path)
     assert ended.out.count("[exact]") == 6 and ended.out.count("does not say which kernels") == 1
     assert ended.code == 0
@@ -320,9 +320,9 @@ def test_a_case_of_no_config_is_refused_with_its_name(
     assert section in err if section == "model" else NAMES[1] in err
 
 
-def wait_for(is_there: Callable[[], Any], seconds: float = 60.0) -> Any:
+def wait_for(look: Callable[[], Any], seconds: float = 60.0) -> Any:
     until = time.monotonic() + seconds
-    while not (found := is_there()):
+    while not (found := look()):
         assert time.monotonic() < until
         time.sleep(0.02)
     return found

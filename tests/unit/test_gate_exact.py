@@ -94,16 +94,16 @@ DIFFERENCES: dict[str, tuple[Callable[[Raw], Any], str]] = {
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_any_difference_is_named_and_fails_gain_or_loss(name: str) -> None:
-    change, said = DIFFERENCES[name]
+    change, message = DIFFERENCES[name]
     new = changed(change)
     for pair in ((new, logged()), (logged(), new)):
         (found,) = compare([pair[0]], [pair[1]])
         assert found.verdict == "changed" and exit_code([found]) == 1, found
         assert str(found).endswith("renew it with `magicdec gate save` [exact]")
     (found,) = compare([new], [logged()])
-    assert said in str(found), found
+    assert message in str(found), found
     suite = ElementTree.fromstring(junit([found]).split("\n", 1)[1])
-    assert suite.get("failures") == "1" and said in str(suite[0][0].get("message"))
+    assert suite.get("failures") == "1" and message in str(suite[0][0].get("message"))
 
 
 def test_totals_that_a_baseline_has_not_counted_are_no_change() -> None:
@@ -150,12 +150,12 @@ REASONS = {
 
 @pytest.mark.parametrize("field", REASONS)
 def test_statistics_decide_where_bits_may_differ_and_the_line_says_why(field: str) -> None:
-    value, said = REASONS[field]
+    value, message = REASONS[field]
     both = field.startswith("config__") and field != "config__model__native_steps"
     old = with_fields(logged(), **{field: value}) if both else logged()
     new = with_fields(changed(lose), **{field: value})
     (found,) = compare([new], [old])
-    assert f"[statistics: {said}" in str(found) and exit_code([found]) == 0, found
+    assert f"[statistics: {message}" in str(found) and exit_code([found]) == 0, found
     assert "in 19 of 20 runs" in str(found)
 
 
@@ -180,8 +180,8 @@ def test_a_baseline_without_a_log_is_compared_by_statistics() -> None:
     ]
     old = replace(logged(), requests=none, seal=None)
     (found,) = compare([logged()], [old])
-    said = "the baseline holds no log of what was drafted and read; renew it with"
-    assert found.verdict == "same" and said in str(found)
+    note = "the baseline holds no log of what was drafted and read; renew it with"
+    assert found.verdict == "same" and note in str(found)
 
 
 def test_an_edited_baseline_is_refused_with_its_line(tmp_path: Path, command: Command) -> None:
@@ -232,8 +232,8 @@ def test_the_loss_that_would_be_seen_is_seen_in_19_of_20() -> None:
             pair_of_passes(pass_of(rng, chances), pass_of(rng, share * chances)), level
         )
 
-    said = [change_with(1.0).seen_loss(rate, level, margin) for _ in range(60)]
-    target = float(np.mean(said))
+    losses = [change_with(1.0).seen_loss(rate, level, margin) for _ in range(60)]
+    target = float(np.mean(losses))
     low = 0.0
     high = 0.5
     for _ in range(10):  # the share of the chances by which the rate falls so much
@@ -287,13 +287,13 @@ def test_drafts_that_run_ahead_are_compared_by_their_place() -> None:
     before = ahead((10, 4, 2), (13, 4, 4), (20, 2, 0))
     change, num_places = find_other_verdict(ahead((10, 1, 1), (13, 2, 2), (15, 8, 2)), before)
     assert change is None and num_places == 5
-    for other, said in (
+    for other, message in (
         (ahead((10, 4, 3)), "prompt 0, position 12: the draft is accepted, was rejected"),
         (ahead((13, 4, 1)), "prompt 0, position 14: the draft is rejected, was accepted"),
         (ahead((10, 4, 2), output="1"), "prompt 0, emitted other tokens"),
     ):
         change, _ = find_other_verdict(other, before)
-        assert str(change) == said
+        assert str(change) == message
     assert find_other_verdict(ahead((40, 1, 1)), before) == (None, 0)
 
 

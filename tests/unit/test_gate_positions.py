@@ -73,9 +73,9 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_any_change_of_a_position_is_named_and_fails(name: str) -> None:
-    fields, said = CHANGES[name]
+    fields, message = CHANGES[name]
     (found,) = compare([judged(**fields)], [judged()])
-    assert found.verdict == "changed" and found.rule == "exact" and said in str(found), found
+    assert found.verdict == "changed" and found.rule == "exact" and message in str(found), found
 
 
 def many(chance: float, seed: int = 0) -> AcceptanceRecord:
@@ -154,7 +154,7 @@ def test_an_edited_position_is_refused_with_its_line(tmp_path: Path, command: Co
 def test_a_record_that_contradicts_itself_is_refused(tmp_path: Path, command: Command) -> None:
     line = judged(seal=None).to_json()
     path = tmp_path / "old.jsonl"
-    for text, other, said in (
+    for text, other, message in (
         (f'"{TEXTS[0]}", ', "", "it has not as many texts as prompts"),
         ('"text 3"', '"text 3", "text 4"', "it has not as many texts as prompts"),
         ('"drafted": null', '"drafted": ["3"]', "it does not say at every position what was"),
@@ -163,7 +163,7 @@ def test_a_record_that_contradicts_itself_is_refused(tmp_path: Path, command: Co
         assert line.count(text) == 1
         path.write_text(line.replace(text, other) + "\n")
         code, _, err = command("gate", "--baseline", path)
-        assert code == 2 and err.count("\n") == 1 and said in err, err
+        assert code == 2 and err.count("\n") == 1 and message in err, err
 
 
 def test_a_case_that_cannot_run_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

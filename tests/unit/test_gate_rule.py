@@ -119,8 +119,8 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
     three = drawn(num_prompts=3)
     little = with_losses(good, 0.004, seed=1)
     nothing = record_of(draw_pass(np.random.default_rng(0), np.full(3, 1e-9), 4, 63))
-    of_one = np.array([0.9, *[1e-9] * 7])
-    one_of_eight = record_of(draw_pass(np.random.default_rng(0), of_one, 4, 63))
+    rates = np.array([0.9, *[1e-9] * 7])
+    one_of_eight = record_of(draw_pass(np.random.default_rng(0), rates, 4, 63))
     unchecked = replace(
         good,
         status=Status.UNVERIFIED,
@@ -133,7 +133,7 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
     ties = parse_record(with_ties(line_of(good)))
     stale = [drawn(0.3), drawn(0.81)]
     every = ("--require_all",)
-    for new, old, flags, code, said in (
+    for new, old, flags, code, message in (
         ([sixteen], [sixteen], (), 0, "1 same"),
         ([little], [good], (), 0, ""),
         # A baseline without a margin, as of a draft that is the target, tolerates no loss.
@@ -176,7 +176,7 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
         ),
     ):
         found, out = gate(new, old, *flags)
-        assert found == code and said in out, (code, said, out)
+        assert found == code and message in out, (code, message, out)
 
 
 def test_baselines_without_a_new_record_are_named_and_counted(gate: Gate) -> None:
@@ -224,9 +224,9 @@ OTHER = {
 
 @pytest.mark.parametrize("condition", OTHER)
 def test_the_first_cause_is_named_where_conditions_differ(gate: Gate, condition: str) -> None:
-    fields, said = OTHER[condition]
+    fields, message = OTHER[condition]
     code, out = gate([with_fields(drawn(), **fields)], [drawn()])
-    assert code == 3 and f"not comparable: {said}" in out and "->" not in out
+    assert code == 3 and f"not comparable: {message}" in out and "->" not in out
 
 
 def test_the_weights_of_target_and_draft_are_named() -> None:
@@ -238,7 +238,7 @@ def test_the_weights_of_target_and_draft_are_named() -> None:
 def with_outputs(record: PassRecord, hashes: Sequence[str]) -> PassRecord:
     """The record with other outputs."""
     pairs = zip(record.requests, hashes, strict=True)
-    return replace(record, requests=[replace(each, output_hash=one) for each, one in pairs])
+    return replace(record, requests=[replace(request, output_hash=one) for request, one in pairs])
 
 
 def test_a_loss_of_5_percent_in_every_row_is_found() -> None:
@@ -286,9 +286,9 @@ def test_the_reports_say_what_was_printed(gate: Gate, tmp_path: Path) -> None:
 def pair(accepted: Sequence[int], num_different: int = 0) -> PairedCounts:
     """Of four prompts with 10 draft tokens each, of which 5 were accepted before."""
 
-    def counts(of_each: Sequence[int]) -> PromptCounts:
+    def counts(numbers: Sequence[int]) -> PromptCounts:
         tens = np.full(4, 10.0)
-        column = np.array(of_each, float).reshape(4, 1)
+        column = np.array(numbers, float).reshape(4, 1)
         return PromptCounts(tens, column[:, 0], tens, tens, tens.reshape(4, 1), column)
 
     return PairedCounts(counts([5] * 4), counts(accepted), num_different)
@@ -298,8 +298,8 @@ def test_a_change_by_hand() -> None:
     """The acceptance rate falls from 20/40 to 18/40. The quantiles of Student's t for 95 % are
     3.182446 with 3 degrees of freedom."""
     accepted = [4, 6, 5, 3]
-    each = np.log([(18 - count) / 15 for count in accepted])
-    error = math.sqrt(3 / 4 * ((each - each.mean()) ** 2).sum())
+    logs = np.log([(18 - count) / 15 for count in accepted])
+    error = math.sqrt(3 / 4 * ((logs - logs.mean()) ** 2).sum())
 
     def ends(reach: float) -> tuple[float, float]:
         return 0.9 * math.exp(-reach) - 1, 0.9 * math.exp(reach) - 1

@@ -26,7 +26,7 @@ FILE: dict[str, Any] = {
 
 
 def with_type(index: int, kind: int) -> list[int]:
-    return [kind if i == index else each for i, each in enumerate(TYPES)]
+    return [kind if i == index else other for i, other in enumerate(TYPES)]
 
 
 def write(path: Path, template: str | None = None, **changes: Any) -> Path:

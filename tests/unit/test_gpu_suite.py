@@ -79,9 +79,9 @@ def test_every_stage_leaves_its_file(tiny: Path) -> None:
     files = {path.name for path in tiny.iterdir()}
     measured = set(gpu_suite.STAGES) - {"summary"}
     assert files == {f"{stage}.json" for stage in measured} | {"summary.md"}
-    of_quick = {part.stage for part in quick.PARTS}
-    in_one = measured - of_quick - set(gpu_suite.BY_NAME) | {"summary"}
-    assert len(in_one) + 2 <= 8 and len(of_quick | {"summary"}) <= 8
+    quick_stages = {part.stage for part in quick.PARTS}
+    in_one = measured - quick_stages - set(gpu_suite.BY_NAME) | {"summary"}
+    assert len(in_one) + 2 <= 8 and len(quick_stages | {"summary"}) <= 8
     for stage in measured:
         found = json.loads((tiny / f"{stage}.json").read_text())
         assert found["cells"] and not found["failed"] and not found["left"], stage
@@ -507,9 +507,9 @@ def test_a_killed_command_keeps_its_cells_and_leaves_no_process(
         assert quick.run_parts(["broken"], tmp_path, [], 100)
     found = json.loads(path.read_text())
     assert list(found["cells"]) == ["a", "b"] and not found["failed"]
-    said = capfd.readouterr()
-    assert "Traceback" not in said.err and said.err.count("broken: a") == 1, "it was kept"
-    assert "| broken | " in said.out
+    printed = capfd.readouterr()
+    assert "Traceback" not in printed.err and printed.err.count("broken: a") == 1, "it was kept"
+    assert "| broken | " in printed.out
 
 
 def is_running(pid: int) -> bool:

@@ -139,14 +139,14 @@ def test_the_light_files_import_no_torch(name: str) -> None:
     ],
 )
 def test_the_rule_can_be_broken(importer: str, imported: str) -> None:
-    assert is_there(importer) and is_there(imported)
+    assert has_module(importer) and has_module(imported)
     assert not allowed(importer, imported)
 
 
-def is_there(module: str) -> bool:
+def has_module(module: str) -> bool:
     path = PACKAGE / module.replace(".", "/")
     return path.is_dir() or path.with_name(f"{path.name}.py").is_file()
 
 
 def test_every_room_is_there() -> None:
-    assert [room for room in HEIGHT if not is_there(room)] == []
+    assert [room for room in HEIGHT if not has_module(room)] == []

@@ -115,8 +115,8 @@ def batches() -> tuple[list[Batch], list[Batch]]:
     prefills = [len(batch.rows) * rng.uniform(1, 1.1) for batch in ours]
     ours = [replace(b, begin_ms=ms) for b, ms in zip(ours, begins, strict=True)]
     shared = [
-        [replace(b, prefill_ms=ms) for b, ms in zip(each, prefills, strict=True)]
-        for each in (ours, base)
+        [replace(b, prefill_ms=ms) for b, ms in zip(groups, prefills, strict=True)]
+        for groups in (ours, base)
     ]
     return shared[0], shared[1]
 
@@ -139,7 +139,7 @@ def t_quantile(freedom: int) -> float:
     return float(stats.t.ppf(0.975, freedom))
 
 
-def of_ratios(ratios: list[float]) -> list[float]:
+def ratio_ends(ratios: list[float]) -> list[float]:
     """The interval of their geometric mean by Student's t."""
     logs = [math.log(ratio) for ratio in ratios]
     reach = t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
@@ -147,7 +147,7 @@ def of_ratios(ratios: list[float]) -> list[float]:
     return [math.exp(middle - reach), math.exp(middle + reach)]
 
 
-def of_speed(tokens: list[int], times_ms: list[float]) -> tuple[float, list[float]]:
+def speed_and_ends(tokens: list[int], times_ms: list[float]) -> tuple[float, list[float]]:
     """All tokens divided by all times, and the interval by leaving out each batch."""
     count = len(tokens)
     speed = 1e3 * sum(tokens) / sum(times_ms)
@@ -187,13 +187,20 @@ def test_intervals_of_a_run_are_those_of_their_own_values() -> None:
     every = [tokens + len(batch.rows) for tokens, batch in zip(later, ours, strict=True)]
     prompts = [batch.prompt_len * len(batch.rows) for batch in ours]
     expected = {
-        "decode_tokens_per_s": of_speed(later, [sum(batch.step_ms) for batch in ours]),
-        "prefill_tokens_per_s": of_speed(prompts, [batch.prefill_ms or 0.0 for batch in ours]),
-        "output_throughput": of_speed(every, durations),
-        **{name: (statistics.median(each), of_ratios(each)) for name, each in ratios.items()},
+        "decode_tokens_per_s": speed_and_ends(later, [sum(batch.step_ms) for batch in ours]),
+        "prefill_tokens_per_s": speed_and_ends(
+            prompts, [batch.prefill_ms or 0.0 for batch in ours]
+        ),
+        "output_throughput": speed_and_ends(every, durations),
+        **{
+            name: (statistics.median(group_ratios), ratio_ends(group_ratios))
+            for name, group_ratios in ratios.items()
+        },
     }
-    of_drafts = total(drafts)
-    expected |= {name: (of_drafts[name], of_drafts[f"{name}{SUFFIX}"]) for name in OF_DRAFTS}
+    draft_metrics = total(drafts)
+    expected |= {
+        name: (draft_metrics[name], draft_metrics[f"{name}{SUFFIX}"]) for name in DRAFT_METRICS
+    }
     assert set(pairs_of(PassMetrics)) == expected.keys()
     for name, (value, ends) in expected.items():
         assert getattr(found, name) == pytest.approx(value), name
@@ -202,7 +209,7 @@ def test_intervals_of_a_run_are_those_of_their_own_values() -> None:
 
 
 RATIOS = ("throughput_ratio", "speedup", "total_speedup", "net_speedup")
-OF_DRAFTS = (
+DRAFT_METRICS = (
     "draft_acceptance_rate",
     "mean_acceptance_length",
     "tokens_per_verification",
@@ -226,8 +233,8 @@ def test_an_interval_of_many_batches_of_two_kinds_holds_their_median() -> None:
             ends = ratio_interval(ratios)
             assert ends is not None
             assert ends[0] <= statistics.median(ratios) <= ends[1], (count, slow)
-            of_mean = of_ratios(ratios)
-            assert ends == pytest.approx(of_mean) or statistics.median(ratios) in ends
+            mean_ends = ratio_ends(ratios)
+            assert ends == pytest.approx(mean_ends) or statistics.median(ratios) in ends
 
 
 def check_pairs(row: dict[str, Any], kind: type) -> int:
@@ -239,14 +246,14 @@ def check_pairs(row: dict[str, Any], kind: type) -> int:
         if f"{name}{SUFFIX}" in row:  # of several values
             values = value or []
             ends = row[f"{name}{SUFFIX}"] or [[]] * len(values)
-            triples = [(each, *both) for each, both in zip(values, ends, strict=True) if both]
+            triples = [(number, *both) for number, both in zip(values, ends, strict=True) if both]
         else:
             low = row[f"{name}{SUFFIX}_low"]
             high = row[f"{name}{SUFFIX}_high"]
             assert (low is None) == (high is None) and (value is not None or low is None), name
             triples = [] if low is None else [(value, low, high)]
-        for each, low, high in triples:
-            assert low <= each <= high, (name, low, each, high)
+        for number, low, high in triples:
+            assert low <= number <= high, (name, low, number, high)
         count += len(triples)
     return count
 
@@ -261,9 +268,9 @@ def records() -> Iterator[Record]:
 def test_every_exported_value_lies_in_its_interval() -> None:
     count = 0
     for number, record in enumerate(records()):
-        of_record: Any = record
+        passed: Any = record
         for row in flat_rows(number, "file", record):
-            metrics = of_record.metrics
+            metrics = passed.metrics
             if metrics is None:
                 continue
             count += check_pairs(row, type(metrics))

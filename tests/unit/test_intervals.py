@@ -106,9 +106,9 @@ def test_the_intervals_of_speeds_cover_the_truth(num_batches: int) -> None:
     plain = [in_63_ms(batch) for batch in baseline_pass(draft)]
     draft = [in_63_ms(batch) for batch in draft]
     for _ in range(NUM_TRIALS):
-        machine, of_pass = rng.normal(0, 0.05, (2, num_batches))
+        machine, pass_noise = rng.normal(0, 0.05, (2, num_batches))
         # The steps of each batch have the same time, so that only the noise is left.
-        ours = parts_of(scaled(draft, np.exp(machine + of_pass)))
+        ours = parts_of(scaled(draft, np.exp(machine + pass_noise)))
         base = parts_of(scaled(plain, np.exp(machine)))
         found = pass_metrics(ours, Beside(is_drafting=True, reference=base))
         truth = {"speedup": 1.0, "net_speedup": 1.0, "decode_tokens_per_s": 63 / 0.063}

@@ -97,8 +97,8 @@ def check(case: ViewCase) -> None:
     assert view.num_visible == tuple(map(len, old))
     assert view.first_keys == tuple(case.first(row) for row in rows)
     in_window = [row.before - case.first(row) for row in rows]
-    assert view.is_full == ([len(each) for each in old] == in_window)
-    assert view.count_keys().tolist() == [len(each) + case.num_new for each in old]
+    assert view.is_full == ([len(positions) for positions in old] == in_window)
+    assert view.count_keys().tolist() == [len(positions) + case.num_new for positions in old]
     longest = max(row.before for row in rows) + case.num_new
     assert view.num_weight_blocks == -(-longest // WEIGHTS_BLOCK)
     new = [case.new(row) for row in rows]

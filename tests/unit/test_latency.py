@@ -286,10 +286,10 @@ def test_a_mixtures_forwards_are_shown_with_their_experts(monkeypatch: pytest.Mo
     assert [row.experts_read for row in rows] == [sum(read[i : i + 2]) / 2 for i in (0, 2, 4)]
     by_chance = [16 * (1 - (14 / 16) ** row.tokens) for row in rows]
     assert [row.experts_by_chance for row in rows] == pytest.approx(by_chance)
-    of_all, number = expert_bytes(model)
+    expert_total, number = expert_bytes(model)
     new_kv = 2 * 3 * kv_bytes_per_token(model)  # of three tokens more in each of two rows
-    of_more = of_all // number * (sum(read[2:4]) - sum(read[:2]))
-    assert rows[1].bytes - rows[0].bytes == new_kv + of_more
+    more_bytes = expert_total // number * (sum(read[2:4]) - sum(read[:2]))
+    assert rows[1].bytes - rows[0].bytes == new_kv + more_bytes
     monkeypatch.setattr("magicdec.bench.latency.record._title", lambda record: "")
     dense = replace(rows[0], experts_read=None, experts_by_chance=None)
     for shown, headings in ((rows, ["experts", "by chance"]), ([dense], [])):

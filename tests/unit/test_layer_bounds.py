@@ -24,7 +24,7 @@ NEAR = (-1, 0, 1)  # below, at and above the number of layers
 
 
 def bounds(num_layers: int, *values: int) -> list[int]:
-    return sorted({*values, *(num_layers + each for each in NEAR)})
+    return sorted({*values, *(num_layers + step for step in NEAR)})
 
 
 # Family, its fields, and the field whose values, from the first on, are tried.
@@ -62,7 +62,8 @@ def test_layers_are_of_the_types_of_transformers(
         kinds = parse_hf_config(raw, "test").kinds
         assert len(config.layer_types) == len(kinds) == num_layers
         assert [type_of(kind) for kind in kinds] == [
-            each if each in (SLIDING, LINEAR) else "full" for each in config.layer_types
+            layer_type if layer_type in (SLIDING, LINEAR) else "full"
+            for layer_type in config.layer_types
         ], (field, value)
         seen.add(tuple(config.layer_types))
     assert len(seen) > 1 or family in ("GptOss", "Gemma4")

@@ -122,7 +122,7 @@ def test_auto_has_the_fastest_slowest_stage_of_all_splits(
     found = split_layers("auto", len(times), num_layers, times)
     counts = [len(layers) for layers in found]
     assert counts in every and counts == balance(times, num_layers)
-    assert slowest(counts, times) == min(slowest(each, times) for each in every)
+    assert slowest(counts, times) == min(slowest(other, times) for other in every)
 
 
 def test_auto_of_equal_stages_and_of_one() -> None:
@@ -157,25 +157,25 @@ def choose(
     return choose_split(asked, stages, 12, launch, "given", lambda: first)
 
 
-def said(host: int, layer_s: float, own_s: float | None = None) -> dict[str, Any]:
+def facts(host: int, layer_s: float, own_s: float | None = None) -> dict[str, Any]:
     times = {"layer_s": layer_s, "fixed_s": 1e-4, "own_fixed_s": own_s}
     return {"asked": "auto", "host": host, "times": times}
 
 
 def test_ranks_choose_one_split_by_the_times_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    equal = choose(monkeypatch, [said(1, 1e-3)])
+    equal = choose(monkeypatch, [facts(1, 1e-3)])
     assert equal.layer_split == "4,8" and equal.layers == (range(4), range(4, 12))
     assert equal.reason == (
         "the stages are predicted to take 8, 8.1 ms, from 1 ms a layer and 4, 0.1 ms beside layers "
         "(given)"
     )
-    slow = choose(monkeypatch, [said(1, 4e-3)])
+    slow = choose(monkeypatch, [facts(1, 4e-3)])
     assert slow.layer_split == "9,3" and "1 to 4 ms a layer" in slow.reason
     # Ranks of one host count as equally fast, whatever noise one of them had.
-    noisy = choose(monkeypatch, [said(0, 1e-3, 4e-3), said(0, 5e-3), said(0, 1e-3)])
+    noisy = choose(monkeypatch, [facts(0, 1e-3, 4e-3), facts(0, 5e-3), facts(0, 1e-3)])
     assert noisy.layer_split == "4,8"
     # A stage is as slow as its slowest rank.
-    mixed = choose(monkeypatch, [said(1, 1e-3, 8e-3), said(2, 1e-3), said(3, 2e-3)])
+    mixed = choose(monkeypatch, [facts(1, 1e-3, 8e-3), facts(2, 1e-3), facts(3, 2e-3)])
     assert mixed.layer_split == "6,6"
 
 
@@ -184,14 +184,14 @@ def test_ends_of_the_model_count_on_the_stages_that_have_them(
 ) -> None:
     """The first stage embeds, the last has the head; ranks without a stage have no times."""
     no_stage = {"asked": "auto", "host": 0, "times": None}
-    others = [said(0, 1e-3), said(0, 1e-3, 5e-3), no_stage]
+    others = [facts(0, 1e-3), facts(0, 1e-3, 5e-3), no_stage]
     stages = ((0,), (1,), (2,))
     first = RankTimes(1e-3, 1e-4, 2e-4)
     three = choose(monkeypatch, others, stages=stages, first=first)
     assert three.layer_split == "5,6,1" and "and 0.2, 0.1, 5 ms beside layers" in three.reason
     headless = choose(monkeypatch, others, stages=((1,), (2,)), first=None)
     assert headless.layer_split == "8,4" and "to take 8.1, 9 ms" in headless.reason
-    slow = [said(1, 3e-3), said(2, 1e-3, 5e-3), no_stage]
+    slow = [facts(1, 3e-3), facts(2, 1e-3, 5e-3), no_stage]
     assert choose(monkeypatch, slow, stages=stages, first=first).layer_split == "7,2,3"
 
 

@@ -245,13 +245,13 @@ def test_a_table_says_which_runs_had_a_busy_host(tmp_path: Path, command: Comman
     """In a line on top and in their rows, in every form; CSV has the share of each."""
     path = tmp_path / "runs.jsonl"
     made = [record(B, 1.25) for B in (1, 2, 4)]
-    for each, taken in zip(made, (0.48, 0.099, None), strict=True):
-        each["environment"]["cores_taken"] = taken
+    for raw, taken in zip(made, (0.48, 0.099, None), strict=True):
+        raw["environment"]["cores_taken"] = taken
     write(path, made)
-    said = "1 of 3 runs: another load took 48% of the cores meanwhile, so times and speedups"
+    message = "1 of 3 runs: another load took 48% of the cores meanwhile, so times and speedups"
     for flags in ([], ["--format", "md"], ["--columns", "B", "cores_taken"]):
         out = command("table", path, *flags).out
-        assert " ".join(out.split()).startswith(said) and " busy" in out
+        assert " ".join(out.split()).startswith(message) and " busy" in out
         assert out.count("48%") == 2 and "9%" not in out and "10%" not in out
     taken = [row["cores_taken"] for row in rows_of(command("table", path, "--format=csv").out)]
     assert taken == ["0.48", "0.099", ""]
@@ -269,8 +269,8 @@ def test_the_runs_of_a_study_are_in_the_order_of_its_settings(
     study = ["magicdec sweep", "run", "--kv_policy", "snapkv", "full", "--B", "2", "16"]
     wanted = [("snapkv", 2), ("snapkv", 16), ("full", 2), ("full", 16)]
     made = [record(B, 1.5, policy) for policy, B in (wanted[n] for n in (3, 0, 2, 1))]
-    for each in made:
-        each["environment"]["argv"] = study
+    for raw in made:
+        raw["environment"]["argv"] = study
     path = tmp_path / "runs.jsonl"
     write(path, [record(8, 1.0), made[0], record(4, 1.0), *made[1:]])
     out = rows_of(command("table", path, "--format", "csv").out)
@@ -306,7 +306,7 @@ def test_the_committed_baselines_have_the_metrics_of_their_requests() -> None:
 def other_than(name: str, value: Any) -> Any:
     """Another value that this metric could have."""
     if name == "acceptance_by_category":
-        more = {key: each | {"num_prompts": 9} for key, each in (value or {}).items()}
+        more = {key: group | {"num_prompts": 9} for key, group in (value or {}).items()}
         return more or {"prose": asdict(GroupAcceptance(num_prompts=1))}
     if value is None and name.endswith("_interval"):
         return [[0.5, 0.6]] if "position" in name else [0.5, 0.6]

@@ -172,9 +172,11 @@ def test_the_metrics_of_a_request_are_those_of_its_times_and_steps(
     arrived_s = streams[1]._request.arrived_s
     assert first.metrics.queue_ms < 1e3 * (ended_s - arrived_s) < second.metrics.queue_ms
     assert second.metrics.ttft_ms is not None and second.metrics.queue_ms < second.metrics.ttft_ms
-    of_single = single.result().metrics
-    assert of_single.tpot_ms is None and of_single.acceptance is None, "it has no decode step"
-    assert of_single.ttft_ms == of_single.e2el_ms
+    single_metrics = single.result().metrics
+    assert single_metrics.tpot_ms is None and single_metrics.acceptance is None, (
+        "it has no decode step"
+    )
+    assert single_metrics.ttft_ms == single_metrics.e2el_ms
 
 
 def test_nothing_is_kept_of_requests_that_have_ended(tiny_checkpoint: Path) -> None:

@@ -47,7 +47,7 @@ def test_gloo_of_one_host_listens_on_its_loopback(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv(start.VARIABLE)
     start.use_interface_towards(LOOPBACK)
     name = start.os.environ[start.VARIABLE]
-    assert name in [each for _, each in socket.if_nameindex()] and name.startswith("lo")
+    assert name in [interface for _, interface in socket.if_nameindex()] and name.startswith("lo")
 
 
 def test_ranks_send_no_pickles() -> None:

@@ -20,7 +20,7 @@ from magicdec.records.reading import Unreadable
 from magicdec.speculation.policies.policy import make_policy
 
 
-def of(policy: str, drafter: str = "self", **settings: Any) -> dict[str, Any]:
+def record_with(policy: str, drafter: str = "self", **settings: Any) -> dict[str, Any]:
     record = json.loads(drawn().to_json())
     record["config"]["kv"] |= {"policy": policy, **settings}
     record["config"]["decoding"]["drafter"] = drafter
@@ -45,17 +45,19 @@ def test_settings_tell_records_apart_where_the_policy_reads_them(policy: str) ->
     for name, value in SETTINGS.items():
         changed = replace(section, **{name: value})
         matters = make_policy(changed) != make_policy(section)
-        records = [of(**asdict(kv)) for kv in (section, changed)]
+        records = [record_with(**asdict(kv)) for kv in (section, changed)]
         things = [measured_thing(parse_record(record)) for record in records]
         assert (things[0] != things[1]) == matters, name
 
 
 def test_drafters_and_policies_are_told_apart() -> None:
     things = [
-        measured_thing(parse_record(of(p, d))) for d in ("self", "model") for p in KV_POLICIES
+        measured_thing(parse_record(record_with(p, d)))
+        for d in ("self", "model")
+        for p in KV_POLICIES
     ]
     assert len(set(things)) == 2 * len(KV_POLICIES)
-    records = (of(p, "ngram", budget=b) for p in KV_POLICIES for b in (9, 8))
+    records = (record_with(p, "ngram", budget=b) for p in KV_POLICIES for b in (9, 8))
     lookups = {measured_thing(parse_record(record)) for record in records}
     assert len(lookups) == 1 and not lookups & set(things), "prompt lookup reads no cache"
 
@@ -63,7 +65,7 @@ def test_drafters_and_policies_are_told_apart() -> None:
 def test_records_of_a_version_with_draft_trees_measure_the_same_without_one() -> None:
     """A record that has no tree measures what one measures that cannot have any. A record of a tree
     is no record of this version."""
-    chain, older, tree = (of("streaming_llm") for _ in range(3))
+    chain, older, tree = (record_with("streaming_llm") for _ in range(3))
     older["config"]["decoding"] |= {"tree": None, "tree_nodes": None}
     tree["config"]["decoding"] |= {"tree": "3,2", "tree_nodes": 9}
     things = [measured_thing(parse_record(record)) for record in (chain, older)]
@@ -76,7 +78,7 @@ def test_records_of_a_version_with_draft_trees_measure_the_same_without_one() ->
 def test_chains_that_stop_are_another_thing() -> None:
     records = []
     for pa in (None, 0.3, 0.4):
-        record = of("streaming_llm")
+        record = record_with("streaming_llm")
         record["config"]["decoding"] |= {"pa": pa, "gamma": 4}
         records.append(parse_record(record))
     assert len(set(map(measured_thing, records))) == 3
@@ -88,7 +90,7 @@ def test_another_draft_model_is_another_thing() -> None:
     """Other weights under the same name are not comparable."""
     records = []
     for name, weights in (("a", "1"), ("b", "1"), ("a", "2")):
-        record = of("full", "model")
+        record = record_with("full", "model")
         draft = {"model": name, "random_weights": False, "model_sha256": weights}
         record["workload"]["draft"] = draft
         records.append(parse_record(record))

@@ -211,9 +211,9 @@ def measured(
         patch.setattr(prefilled_batching, "synchronize", script.synchronize)
         patch.setattr(runner_module, "read_bandwidth", lambda group, device: next(bandwidths))
         plain, record = execute(prepared, is_leader=False).records
-    for each in (plain, record):
-        assert each.status == "verified"
-        check_record(each)
+    for passed in (plain, record):
+        assert passed.status == "verified"
+        check_record(passed)
     yield ClockedRun(script, plain, record, weights[0])
 
 

@@ -223,9 +223,9 @@ def test_caches_are_those_of_a_run(
     # A standalone draft has its cache and what SnapKV gathers of it; self-speculation gathers anew
     # each pass, and lets the old copy go.
     expected = sum(set(drafts)) if standalone else max(drafts, default=0)
-    of_draft = models.target if models.draft is None else models.draft
+    draft_config = models.target if models.draft is None else models.draft
     drafts_kept = make_policy(config.kv).observed_tokens * SMALL.batch_size
-    queries = drafts_kept * of_draft.num_layers * of_draft.num_heads * of_draft.head_dim
+    queries = drafts_kept * draft_config.num_layers * draft_config.num_heads * draft_config.head_dim
     assert plan.draft_kv == expected + 4 * queries
     assert (plan.draft_weights > 0) == standalone
 

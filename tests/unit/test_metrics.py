@@ -174,10 +174,10 @@ def test_steps_that_draft_and_steps_that_do_not() -> None:
 def test_what_was_not_measured_is_none_and_never_zero() -> None:
     metrics = drafting(parts_of([Batch(rows=[[]], step_ms=[], begin_ms=0.0)], is_drafting=True))
     counts = {"bytes_read", "peak_memory_bytes", "begin_ms", "prefill_tokens_per_s"}
-    of_steps = {field.name for field in fields(StepMetrics)} - counts
-    of_drafts = {field.name for field in fields(AcceptanceMetrics)}
+    step_fields = {field.name for field in fields(StepMetrics)} - counts
+    draft_fields = {field.name for field in fields(AcceptanceMetrics)}
     others = {name for name in asdict(metrics) if "tpot" in name or "speedup" in name}
-    for name in of_steps | of_drafts | others:
+    for name in step_fields | draft_fields | others:
         assert getattr(metrics, name) is None, name
 
 

@@ -1,6 +1,6 @@
 """A name of a table is written in the name table and in the files of what it names, nowhere else:
 code asks what a choice declares of itself and never what it is called. A class, and an alias of a
-type, has a name that nothing else in the package has."""
+type, has a name that nothing else in the package has. No name says nothing of the thing."""
 
 import ast
 import re
@@ -14,7 +14,8 @@ import pytest
 from magicdec.names import ATTENTION_BACKENDS, KV_POLICIES, SYSTEMS
 from magicdec.systems.modes import NAMES
 
-PACKAGE = Path(__file__).parents[2] / "magicdec"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "magicdec"
 TABLES = {"attention backend": ATTENTION_BACKENDS, "KV policy": KV_POLICIES}
 # Folders and files where a word is the name of something else.
 OTHER_MEANINGS = {
@@ -33,6 +34,9 @@ OTHER_MEANINGS = {
     ),  # library
 }
 
+# Names that say nothing of a thing, in the place of one such as `case` or `row_bytes`.
+EMPTY_NAME = re.compile("each|said|is_there|_?of_.*", re.IGNORECASE)
+CONSTRUCTOR = "of"  # of a class, but no name of a variable
 # Words that say nothing of a class by themselves.
 VAGUE = {"Each", "Part", "Room", "Watch", "What"}
 
@@ -216,3 +220,42 @@ def test_identifiers_are_found_everywhere() -> None:
         "draft_len",
         "b",
     }
+
+
+def empty_names(source: str) -> set[str]:
+    """The names of a module, those of loop variables among them, that say nothing of the thing."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        is_variable = isinstance(node, ast.Name | ast.arg)
+        for field in ("id", "attr", "arg", "name"):
+            name = getattr(node, field, None)
+            if isinstance(name, str) and (
+                EMPTY_NAME.fullmatch(name) or (is_variable and name == CONSTRUCTOR)
+            ):
+                found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("folder", ["magicdec", "scripts", "tests", "docs"])
+def test_every_name_says_what_the_thing_is(folder: str) -> None:
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")}
+    assert sources
+    found = {path: names for path, source in sources.items() if (names := empty_names(source))}
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("for each in rows: pass", "each"),
+        ("[a for n, each in pairs]", "each"),
+        ("sorted(rows, key=lambda each: each.n)", "each"),
+        ("sum(n for _, of in pairs)", "of"),
+        ("def of_row(): pass", "of_row"),
+        ("OF_ROWS = 3", "OF_ROWS"),
+        ("call(said=2)", "said"),
+    ],
+)
+def test_an_empty_name_is_found(source: str, name: str) -> None:
+    assert empty_names(source) == {name}
+    assert empty_names("row = Counts.of('each', num_of_rows)\ndef of(self): pass") == set()

@@ -146,13 +146,13 @@ def test_what_a_step_verifies_is_worth_its_time(can_join: bool) -> None:
         ([certain, [], doubtful], 0.1),
         ([certain] * 4, 0.4),
     ):
-        of_token = DraftCost(0.05, token)
+        token_cost = DraftCost(0.05, token)
         speeds = []
         for n in range(1, 20):
             drafts = [p[:n] for p in survivals]
             tokens = sum(map(len, drafts)) / len(drafts) if can_join else n
-            speeds.append((1 + sum(map(sum, drafts)) / len(drafts)) / of_token(tokens))
-        count, speed = best_length(survivals, of_token, can_join)
+            speeds.append((1 + sum(map(sum, drafts)) / len(drafts)) / token_cost(tokens))
+        count, speed = best_length(survivals, token_cost, can_join)
         assert speed == pytest.approx(max(speeds)) and speeds[count - 1] == pytest.approx(speed)
     alone, *others = (
         best_length(rows, DraftCost(0.05, 0.1), can_join)[0]
@@ -189,7 +189,7 @@ def test_a_drafter_follows_the_output_of_each_request(
             lookup.extend(request.output_ids[lookup.length - len(request.prompt_ids) :])
             proposals.append(lookup.propose(4))
         plan = drafter.plan(requests, 4, length)
-        longest = best_length([[p for _, p in each] for each in proposals], length.cost)[0]
+        longest = best_length([[p for _, p in pairs] for pairs in proposals], length.cost)[0]
         assert max(plan.counts) == longest
         assert drafter.prepare(requests, longest) == 1
         ids = drafter.propose(on_device, DraftShape(longest)).ids

@@ -17,7 +17,7 @@ def forks(source: str) -> Iterator[int]:
     """The lines that ask for a kind: `isinstance(..., PassRecord)`, or `record.kind ==`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            named = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+            named = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
             if node.func.id == "isinstance" and named & KINDS:
                 yield node.lineno
         elif isinstance(node, ast.Compare):

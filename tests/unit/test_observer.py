@@ -89,7 +89,7 @@ def test_digests_of_all_ranks_take_the_place_of_those_of_one() -> None:
     observer.observe([4, 2], StepOutput([[1], [1]]), 0.1)
     observer.use_digests([[("abff", 3), ("0000", 0)], None])
     assert [step.digests for step in observer.steps] == [[("abff", 3), ("0000", 0)], None]
-    of_requests = observer.verifications.by_request
-    assert [request.digest for request in of_requests[4]] == [("abff", 3)] and 2 not in of_requests
+    by_request = observer.verifications.by_request
+    assert [request.digest for request in by_request[4]] == [("abff", 3)] and 2 not in by_request
     with pytest.raises(ValueError, match="zip"):
         observer.use_digests([None])

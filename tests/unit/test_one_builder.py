@@ -84,8 +84,8 @@ def test_a_runner_is_whole_when_it_is_made() -> None:
     assert copied.caches is not runner.caches and copied.drafting_runner is copied
     observer = PromptQueries(3)
     target.set_observer(PromptQueries, observer)
-    for each in (target, runner, copied, runner.drafting_runner):
-        assert each.observer(PromptQueries) is observer
+    for made in (target, runner, copied, runner.drafting_runner):
+        assert made.observer(PromptQueries) is observer
     assert [f.name for f in dataclasses.fields(ModelRunner) if not f.init] == []
 
 

@@ -49,10 +49,10 @@ def write_proc(
 ) -> Reading:
     """A reading of a /proc of two CPUs that this process may use and one that it may not, at which
     each of two ranks has computed `own_s`, and each of its two threads has waited `waited_s`."""
-    each = {cpu: int((2 * own_s + other_s) * TICKS_PER_S / 2) for cpu in (0, 1)} | {2: 10**6}
+    ticks_of = {cpu: int((2 * own_s + other_s) * TICKS_PER_S / 2) for cpu in (0, 1)} | {2: 10**6}
     lines = [
         f"cpu{cpu} {ticks} 0 0 {10**7 - ticks} 0 0 0 {int(stolen_s * TICKS_PER_S / 2)} 7 0"
-        for cpu, ticks in each.items()
+        for cpu, ticks in ticks_of.items()
     ]
     root.mkdir(exist_ok=True)
     (root / "stat").write_text("\n".join(["cpu  1 2 3 4 5 6 7 8 9 0", *lines, "intr 5", ""]))
@@ -126,14 +126,14 @@ def environment(taken: float | None) -> Environment:
 
 
 def test_one_line_tells_of_all_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    for shares, said in (
+    for shares, message in (
         ([None, 0.05], ""),
         ([0.25], "warning: another load took 25% of the cores meanwhile"),
         ([0.25, None, 0.4], "warning: 2 of 3 runs: another load took up to 40% of the cores"),
     ):
         warn_of_load([environment(taken) for taken in shares], "runs")
         err = capsys.readouterr().err
-        assert said in err and err.count("\n") == bool(said)
+        assert message in err and err.count("\n") == bool(message)
 
 
 def test_a_run_tells_of_it_and_keeps_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,5 +155,5 @@ def test_a_plan_refuses_a_machine_that_was_busy(tmp_path: Path, command: Command
     assert f"--machine {path} was probed on a busy host: another load took 30%" in done.err
     assert done.err.count("\n") == 1 and "give --allow_busy_machine" in done.err
     code, _, err = command(*words, "--allow_busy_machine")
-    said = f"--allow_busy_machine takes --machine {path}: another load took 30% of the cores"
-    assert code == 0 and err.startswith(said) and err.count("\n") == 1
+    message = f"--allow_busy_machine takes --machine {path}: another load took 30% of the cores"
+    assert code == 0 and err.startswith(message) and err.count("\n") == 1

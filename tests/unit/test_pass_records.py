@@ -45,8 +45,8 @@ def record(name: str, start: str = "first", **workload: object) -> PassRecord:
     )
 
 
-def line_of(each: PassRecord | dict[str, Any]) -> str:
-    return json.dumps(each) if isinstance(each, dict) else each.to_json()
+def line_of(passed: PassRecord | dict[str, Any]) -> str:
+    return json.dumps(passed) if isinstance(passed, dict) else passed.to_json()
 
 
 def write(path: Path, *records: PassRecord | dict[str, Any]) -> Path:
@@ -55,7 +55,7 @@ def write(path: Path, *records: PassRecord | dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("status", "said"),
+    ("status", "message"),
     [
         (
             "unverified",
@@ -67,12 +67,12 @@ def write(path: Path, *records: PassRecord | dict[str, Any]) -> Path:
         ),
     ],
 )
-def test_the_verdict_says_what_may_excuse_a_difference(status: str, said: str) -> None:
+def test_the_verdict_says_what_may_excuse_a_difference(status: str, message: str) -> None:
     metrics = served(PLAIN).metrics if status == "unverified" else None
     passed = replace(
         record("ring"), status=status, reference="one", num_differing=2, metrics=metrics
     )
-    assert verdict_of(passed) == said
+    assert verdict_of(passed) == message
 
 
 def test_the_table_is_that_of_the_command(
@@ -107,26 +107,26 @@ def test_a_prediction_is_printed_repeated_and_compared(
 ) -> None:
     name, *words = flags.split()
     path = tmp_path / "runs.jsonl"
-    of_kind = {"plan": plan, "simulate": simulate}[name]
-    code, shown, _ = command(of_kind, *words, "--out", path)
+    kind_command = {"plan": plan, "simulate": simulate}[name]
+    code, shown, _ = command(kind_command, *words, "--out", path)
     assert code == 0 and len(path.read_text().splitlines()) == count
     assert command("table", path).out == shown
     assert r"\begin{tabular}" in command("table", path, "--kind", kind, "--format", "latex").out
     file = tmp_path / "again.toml"
     again = tmp_path / "again.jsonl"
     assert command(config_of, path, "--kind", kind, "--out", file).code == 0
-    assert command(of_kind, "--config", file, "--out", again).out == shown
+    assert command(kind_command, "--config", file, "--out", again).out == shown
     assert command(compare, again, path).code == 0
     text = again.read_text()
     again.write_text(re.sub(r'"(speedup|tokens_per_s)": ', r'"\1": 9', text, count=1))
-    code, said, _ = command(compare, again, path)
-    assert code == 1 and "predicted 9" in said and ", was " in said
+    code, printed, _ = command(compare, again, path)
+    assert code == 1 and "predicted 9" in printed and ", was " in printed
     again.write_text(text.replace('"flags": {', '"flags_": {'))
     code, _, err = command(config_of, again, "--kind", kind)
     assert code == 2 and "predict it again" in err
     again.write_text(re.sub(r'"(dtype|link_s)": ', r'"\1": "x", "was": ', text))
-    code, said, _ = command(compare, again, path)
-    assert code == 3 and "the baseline has no prediction of these inputs" in said
+    code, printed, _ = command(compare, again, path)
+    assert code == 3 and "the baseline has no prediction of these inputs" in printed
 
 
 def test_a_file_of_another_kind_is_refused_with_its_command(
@@ -158,8 +158,8 @@ def test_runs_are_listed_without_the_passes_that_they_are_compared_with(
 ) -> None:
     """A line each; a served command has its own tables below."""
     later = [
-        replace(each, environment=replace(each.environment, time_utc="later"))
-        for each in drawn_command(seed=1)
+        replace(passed, environment=replace(passed.environment, time_utc="later"))
+        for passed in drawn_command(seed=1)
     ]
     runs = [drawn_command()[1], later[1]]
     plain = served(PLAIN)
@@ -195,8 +195,11 @@ def test_a_file_may_have_records_of_several_kinds(
     assert len(out.splitlines()) == 3
     assert "left out, 1 of serve and 1 of simulation; name files without runs" in err
     alone = write(tmp_path / "alone.jsonl", measured("static"))
-    of_kind = command("table", alone, "--format", "csv", "--kind", "pass")
-    assert of_kind.out.splitlines()[0].startswith("mode,") and "\nmetric,static\n" in of_kind.out
+    kind_command = command("table", alone, "--format", "csv", "--kind", "pass")
+    assert (
+        kind_command.out.splitlines()[0].startswith("mode,")
+        and "\nmetric,static\n" in kind_command.out
+    )
 
 
 def test_metrics_of_passes_are_compared_by_name(tmp_path: Path, command: Command) -> None:

@@ -68,9 +68,9 @@ def test_the_numbers_are_those_of_the_thread_of_python_that_computes() -> None:
         thread = Thread(target=target)
         thread.start()
         thread.join()
-    of_environment, measured = seen
-    assert measured == (of_environment, of_environment + 1)
-    assert num_threads() == (of_environment + 1,) * 2
+    default_threads, measured = seen
+    assert measured == (default_threads, default_threads + 1)
+    assert num_threads() == (default_threads + 1,) * 2
 
 
 def test_the_number_is_what_it_was_after_use() -> None:
@@ -92,7 +92,7 @@ def test_what_changes_during_a_pass_is_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("of_rank", "said"),
+    ("rank_threads", "message"),
     [
         (RankThreads(1, 2, 1, 1), "ring: rank 1 computed with 1 threads, but its config says 2"),
         (RankThreads(1, 2, 2, 3), "rank 1 computed with 2 to 3 threads, but its config says 2"),
@@ -102,33 +102,33 @@ def test_what_changes_during_a_pass_is_seen() -> None:
     ],
 )
 def test_a_rank_with_other_threads_than_its_config_is_named(
-    of_rank: RankThreads, said: str
+    rank_threads: RankThreads, message: str
 ) -> None:
     right = RankThreads(0, 4, 4, 4)
     assert check_threads("ring", [RankThreads(1, 0, 0, 0), right]) == [4, 0], "in their order"
-    with pytest.raises(AssertionError, match=said):
-        check_threads("ring", [right, of_rank])
+    with pytest.raises(AssertionError, match=message):
+        check_threads("ring", [right, rank_threads])
 
 
 @pytest.mark.parametrize(
-    ("threads", "said"),
+    ("threads", "message"),
     [
         ([[2], [1]], "group 1: the ranks had [1] threads, but [2] in the first"),
         ([[2], [2, 2]], "group 1: the ranks had [2, 2] threads, but [2] in the first"),
         ([[1, 2], [2, 1]], "group 1: the ranks had [2, 1] threads, but [1, 2] in the first"),
     ],
 )
-def test_a_record_whose_groups_had_other_resources_is_refused(threads: Any, said: str) -> None:
+def test_a_record_whose_groups_had_other_resources_is_refused(threads: Any, message: str) -> None:
     """It can neither be read nor made."""
     record = run_records()[1]
     raw = json.loads(record.to_json())
-    for group, each in zip(raw["groups"], threads, strict=True):
-        group["threads"] = each
-    with pytest.raises(ValueError, match=re.escape(said)):
+    for group, counts in zip(raw["groups"], threads, strict=True):
+        group["threads"] = counts
+    with pytest.raises(ValueError, match=re.escape(message)):
         parse_record(raw)
     pairs = zip(record.groups, threads, strict=True)
-    with pytest.raises(AssertionError, match=re.escape(said)):
-        replace(record, groups=[replace(group, threads=each) for group, each in pairs])
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        replace(record, groups=[replace(group, threads=counts) for group, counts in pairs])
 
 
 @pytest.mark.parametrize("threads", [[2], [2, 1]])
@@ -136,8 +136,8 @@ def test_passes_of_a_run_with_other_resources_are_refused(threads: list[int]) ->
     """No record of them is made, and the speedup in one that was edited is named."""
     base = [replace(batch, threads=threads) for batch in plain_batches()]
     ours = [replace(batch, threads=[1]) for batch in batches()]
-    said = f"static+draft: the ranks had [1] threads, but {threads} in static"
-    with pytest.raises(AssertionError, match=re.escape(said)):
+    message = f"static+draft: the ranks had [1] threads, but {threads} in static"
+    with pytest.raises(AssertionError, match=re.escape(message)):
         command_of(ours, baseline=base)
     plain, record = run_records()
     assert unfounded_metric(record, [plain, record]) is None
@@ -208,13 +208,13 @@ def test_a_pass_of_a_run_with_other_threads_ends_it(
     method, change, measured = RUN_FAULTS[fault]
     original = getattr(PrefilledBatching, method)
 
-    def changed(self: PrefilledBatching, of_pass: Pass, *args: Any) -> Any:
-        function = change(original) if of_pass.name == name else original
-        return function(self, of_pass, *args)
+    def changed(self: PrefilledBatching, served_pass: Pass, *args: Any) -> Any:
+        function = change(original) if served_pass.name == name else original
+        return function(self, served_pass, *args)
 
     monkeypatch.setattr(PrefilledBatching, method, changed)
-    said = f"^{re.escape(name)}: rank 0 computed with {measured}, but its config says 1$"
-    with pytest.raises(AssertionError, match=said):
+    message = f"^{re.escape(name)}: rank 0 computed with {measured}, but its config says 1$"
+    with pytest.raises(AssertionError, match=message):
         execute(prepare(config, ALONE), is_leader=False)
 
 
@@ -235,7 +235,7 @@ def test_each_rank_has_its_own_and_one_process_those_of_its_host(
     serving_pass = Pass.named("inflight")
     parallel = replace(PARALLEL, threads=3)
     machine = replace(whole.machine, num_cpus=cores)
-    for is_on_all, of_ranks in ((True, [3, 3, 3, 3]), (False, [threads, 0, 0, 0])):
+    for is_on_all, expected_threads in ((True, [3, 3, 3, 3]), (False, [threads, 0, 0, 0])):
         expected = []
         for launch in (Launch(rank, 4, rank % 2, 2) for rank in range(4)):
             changed = replace(whole.config, parallel=parallel)
@@ -245,7 +245,7 @@ def test_each_rank_has_its_own_and_one_process_those_of_its_host(
             batching = Flover(ServeOptions(), settings, [serving_pass], launch)
             batching.run = run if is_on_all else on_first_rank(run)
             expected.append(batching.expected_threads)
-        assert expected == of_ranks
+        assert expected == expected_threads
 
 
 Serve = Callable[[str], dict[str, list[int]]]
@@ -320,7 +320,7 @@ SERVED = {
     "while a ring serves": ("recurrent", "OpenRing.serve", "ring", "1 to 2"),
     "while a stage or a drafter serves": ("pipeline", "StageLoop.serve", "pipeline", "1 to 2"),
 }
-CLASSES = {each.__name__: each for each in (Engine, Flover, MDILLM, OpenRing, StageLoop)}
+CLASSES = {loop.__name__: loop for loop in (Engine, Flover, MDILLM, OpenRing, StageLoop)}
 
 
 @pytest.mark.parametrize("fault", SERVED)
@@ -330,6 +330,6 @@ def test_a_pass_that_is_served_with_other_threads_ends_the_command(
     command, place, name, measured = SERVED[fault]
     owner, _, method = place.partition(".")
     monkeypatch.setattr(CLASSES[owner], method, after(getattr(CLASSES[owner], method)))
-    said = f"^{re.escape(name)}: rank 0 computed with {measured} threads, but its config says 1$"
-    with pytest.raises(AssertionError, match=said):
+    message = f"^{re.escape(name)}: rank 0 computed with {measured} threads, but its config says 1$"
+    with pytest.raises(AssertionError, match=message):
         serve(command)

@@ -412,8 +412,8 @@ def test_every_tensor_gets_a_name_and_only_queries_and_keys_another_order(model:
     tensors = read_bfloat16(model / "model.safetensors")
     renamed = gguf_tensors(config, tensors)
     assert len(renamed) == len(tensors) == 3 + 9 * config["num_hidden_layers"]
-    for of_layer, name in (("v_proj", "attn_v"), ("o_proj", "attn_output")):
-        kept = tensors[f"model.layers.1.self_attn.{of_layer}.weight"]
+    for module, name in (("v_proj", "attn_v"), ("o_proj", "attn_output")):
+        kept = tensors[f"model.layers.1.self_attn.{module}.weight"]
         assert np.array_equal(renamed[f"blk.1.{name}.weight"], kept)
     key = tensors["model.layers.1.self_attn.k_proj.weight"]
     assert np.array_equal(renamed["blk.1.attn_k.weight"], interleave_rotary(key, 2))

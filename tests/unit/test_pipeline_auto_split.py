@@ -60,8 +60,9 @@ class SplitChoice:
                 return [text] * launch.world_size
             facts = json.loads(text)
             others = (
-                facts | {"host": rank, "times": None if each is None else asdict(each)}
-                for rank, each in enumerate(times)
+                facts
+                | {"host": rank, "times": None if stage_times is None else asdict(stage_times)}
+                for rank, stage_times in enumerate(times)
             )
             return [text, *map(json.dumps, [*others][1:])]
 
@@ -135,11 +136,11 @@ def test_each_rank_times_a_layer_and_its_own_end_of_the_model(
     timing = timing_of(alone, layout)
     passing = {(1, False, False, 3, 50), (4, False, False, 3, 50)}
     own = {1: {(1, True, False, 3, 50)}, 2: set[Any](), 3: {(1, False, True, 3, 50)}}
-    for rank, each in own.items():
+    for rank, passes in own.items():
         computed.clear()
         here = replace(alone.run, launch=Launch(rank, 5, rank, 5))
         times = replace(timing, run=here).measure()
-        assert set(computed) == passing | each
+        assert set(computed) == passing | passes
         assert len(computed) % (STEPS + 1) == 0 and times.layer_s > 0
         assert (times.own_fixed_s is None) == (rank == 2)
         assert times.own_fixed_s is None or times.own_fixed_s >= times.fixed_s >= 0

@@ -181,7 +181,8 @@ def crowded() -> Observed:
     times_s = [[(0.0, 1.0), (1.0, 2.0), (2.0, 3.5), (8.0, 8.5)]]
     times_s += [[(1.5, 4.0), (4.0, 6.0), (6.0, 7.0), (8.75, 9.25)]]
     stages = [
-        [Span(SpanKind.STAGE, run, *times, 2) for run, times in enumerate(each)] for each in times_s
+        [Span(SpanKind.STAGE, run, *times, 2) for run, times in enumerate(stage_times)]
+        for stage_times in times_s
     ]
     stages[1][2] = replace(stages[1][2], value=1)
     drafts = [Span(SpanKind.DRAFT, 0, 1.0, 1.5)]

@@ -135,12 +135,12 @@ def test_times_of_layers_are_measured(tmp_path: Path, monkeypatch: pytest.Monkey
         return compute(stage, x, *place, **more)
 
     monkeypatch.setattr(Stage, "compute", noted)
-    for drafting, each in ((None, step), ("ngram", replace(step, gamma=3))):
+    for drafting, expected in ((None, step), ("ngram", replace(step, gamma=3))):
         decoding = replace(config.decoding, drafter=drafting, gamma=3)
         run = replace(ring.run, config=replace(config, decoding=decoding))
         computed.clear()
-        times = RingTiming(run, [(0,)], each).measure()
-        assert set(computed) == {(2, each.num_tokens)}, "rows and tokens of every timed message"
+        times = RingTiming(run, [(0,)], expected).measure()
+        assert set(computed) == {(2, expected.num_tokens)}, "rows and tokens of every timed message"
         assert times.layer_s > 0 and times.own_fixed_s is not None
         assert times.own_fixed_s >= times.fixed_s >= 0
     second = replace(ring.run, launch=Launch(1, 2, 1, 2))

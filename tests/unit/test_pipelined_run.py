@@ -1,6 +1,7 @@
 """Pipelined speculation in threads: lossless with every drafter, asynchronous, and cancellation
 saves exactly the layers that it should."""
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -207,7 +208,7 @@ def test_a_draft_model_gives_what_it_gives_anew(backend: str) -> None:
     drafter = make()
     seen = list[int]()
     forward = drafter.kv.forward
-    drafter.kv.forward = lambda *of: seen.append(of[0].numel()) or forward(*of)  # type: ignore
+    drafter.kv.forward = lambda *args: seen.append(args[0].numel()) or forward(*args)  # type: ignore
     text = list(random_prompts([50], 97)[0])
     lengths = (20, 20, 20, 21, 24, 50, 50)
     steps = [(5, 6), (5, 6, 7), (5, 9), (text[21], 4), (3,), (), (9, 9)]
@@ -262,11 +263,11 @@ def gated_round() -> tuple[ServedInThreads, CancelBoard]:
 def test_a_cancelled_run_skips_exactly_the_layers_that_are_left() -> None:
     found, _ = gated_round()
     layers = [{span.run: span.value for span in stage} for stage in found.stages]
-    assert [of[1] for of in layers] == [4, 4, 4]
-    assert [of[2] for of in layers] == [4, 2, 0], "stopped in the middle stage; then void"
-    assert [of[3] for of in layers] == [4, 0, 0], "it waited behind run 2"
+    assert [counts[1] for counts in layers] == [4, 4, 4]
+    assert [counts[2] for counts in layers] == [4, 2, 0], "stopped in the middle stage; then void"
+    assert [counts[3] for counts in layers] == [4, 0, 0], "it waited behind run 2"
     runs = found.scheduler.counts.runs
-    assert all(len(of) == runs for of in layers), "every run passes every stage"
+    assert all(len(counts) == runs for counts in layers), "every run passes every stage"
     assert {s.run for s in found.head if s.what is SpanKind.RESULT and s.value} >= {2, 3}
 
 
@@ -290,9 +291,22 @@ def signs(found: ServedInThreads) -> list[bool]:
 
 @pytest.mark.parametrize(("mode", "expected"), [("pipeinfer", True), ("pipeline+draft", False)])
 def test_it_is_asynchronous(mode: str, expected: bool) -> None:
-    """The stages and the drafter sleep, so that this needs no cores."""
+    """The last stage holds the first run until the first stage begins another one, which no time
+    decides; where none comes before the first has ended, it gives up."""
+    has_next = threading.Event()
+
+    def begin(run: int, layer: int) -> None:
+        if run > 1:
+            has_next.set()
+        time.sleep(0.005)
+
+    def hold(run: int, layer: int) -> None:
+        if run == 1:
+            has_next.wait(PATIENCE_S if expected else 0.05)
+
     drafter = ScriptedPathDrafter([list(range(1, 30))], [1], [[True] * 29], 0.9, 0.002)
-    parts = [FakeStage(2, i == 2, wait=lambda run, layer: time.sleep(0.005)) for i in range(3)]
+    waits = [begin, lambda run, layer: time.sleep(0.005), hold]
+    parts = [FakeStage(2, number == 2, wait=wait) for number, wait in enumerate(waits)]
     found = serve(parts, drafter, Options(mode=mode, gamma=2), make_requests([(9,)], 29))
     assert signs(found) == [expected] * 3
 

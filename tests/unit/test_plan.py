@@ -296,9 +296,9 @@ def test_the_rate_of_a_record_gives_what_its_curve_gives() -> None:
 def test_a_plan_says_which_machine_was_probed(tmp_path: Path) -> None:
     MACHINE.save(tmp_path / "machine.json")
     flags = f"--machine {tmp_path / 'machine.json'} --acceptance 0.8 --dtype float32"
-    of_two = f"{tmp_path / 'machine.json'} (a, ranks 2 x threads 1"
-    assert make(f"{flags} --tp 2 --link 1 --link_latency_us 1").machine_source == f"{of_two})"
-    assert make(flags).machine_source == f"{of_two}, not of 1 ranks)"
+    two_ranks = f"{tmp_path / 'machine.json'} (a, ranks 2 x threads 1"
+    assert make(f"{flags} --tp 2 --link 1 --link_latency_us 1").machine_source == f"{two_ranks})"
+    assert make(flags).machine_source == f"{two_ranks}, not of 1 ranks)"
 
 
 def test_what_a_policy_does_before_the_first_step_costs() -> None:

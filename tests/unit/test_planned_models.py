@@ -93,8 +93,8 @@ def parse(raw: dict[str, Any]) -> ModelConfig:
 
 
 def test_every_planned_family_is_tested() -> None:
-    of_text = {name for name in PLANNED if not name.endswith("ForConditionalGeneration")}
-    assert set(MODELS) == of_text
+    text_models = {name for name in PLANNED if not name.endswith("ForConditionalGeneration")}
+    assert set(MODELS) == text_models
 
 
 @pytest.mark.parametrize("architecture", MODELS)
@@ -130,8 +130,8 @@ def test_a_sequences_state_is_that_of_transformers() -> None:
     assert config.kinds[0].mixer is not None
     assert config.kinds[0].mixer.state_bytes(Shard(), 2) == by_hand
     assert costs.state_bytes(config, Shard(), 2) == 5 * by_hand
-    of_token = (full.keys.numel() + full.values.numel()) // 10
-    assert costs.kv_bytes_per_token(config, Shard(), 2) == 2 * of_token
+    token_bytes = (full.keys.numel() + full.values.numel()) // 10
+    assert costs.kv_bytes_per_token(config, Shard(), 2) == 2 * token_bytes
 
 
 def test_a_tokens_cache_by_hand() -> None:
@@ -190,8 +190,8 @@ def test_stored_experts_have_bytes_of_their_own() -> None:
     read = deployment.forward(1, 1, 0).weight_bytes
     assert whole - read == pytest.approx(250 * one * 4.25 / 8, rel=1e-6)
     plain = costs.linear_parameters(config, Shard()) - 256 * one - 129280 * 4096
-    of_matrices = 256 * one * 4.25 / 8 + plain * (1 + 1 / 128**2) + 129280 * 4096 * 2
-    vectors = whole - of_matrices
+    matrix_bytes = 256 * one * 4.25 / 8 + plain * (1 + 1 / 128**2) + 129280 * 4096 * 2
+    vectors = whole - matrix_bytes
     assert 0 < vectors < 0.002 * whole
     v3 = costs.weight_bytes(PRESETS["deepseek-v3"].config, Shard(), 2, "stored")
     assert v3 == pytest.approx(671.0e9 - 2 * 129280 * 7168 + 2 * 129280 * 7168, rel=1e-3)

@@ -109,10 +109,13 @@ def test_a_busy_host_is_told(
 ) -> None:
     """And the file says so."""
     monkeypatch.chdir(tmp_path)
-    for taken, said in ((0.05, ""), (0.4, "warning: another load took 40% of the cores meanwhile")):
+    for taken, message in (
+        (0.05, ""),
+        (0.4, "warning: another load took 40% of the cores meanwhile"),
+    ):
         found = replace(MACHINE, description=MACHINE.description | {"cores_taken": taken})
         monkeypatch.setattr(probe, "measure", lambda *arguments, found=found: found)
         command.run([], Launch())
         err = capsys.readouterr().err
-        assert said in err and err.count("\n") == bool(said)
+        assert message in err and err.count("\n") == bool(message)
         assert load_machine(Path("machine.json")).description["cores_taken"] == taken

@@ -21,7 +21,7 @@ PUBLISHED = json.loads(Path(__file__).with_name("published_configs.json").read_t
 READ: dict[str, dict[str, Any]] = PUBLISHED["read"]
 REFUSED: dict[str, dict[str, Any]] = PUBLISHED["refused"]
 # What a preset has from its base model, and an instruct model of the same shape otherwise.
-OF_TUNING = ("dtype", "bos_token_id", "eos_token_ids", "architecture")
+TUNING_FIELDS = ("dtype", "bos_token_id", "eos_token_ids", "architecture")
 
 
 def test_every_preset_and_family_has_one() -> None:
@@ -41,7 +41,7 @@ def test_what_is_published_is_read(name: str) -> None:
     config = parse_hf_config(raw, name)
     if name in PRESETS:
         preset = PRESETS[name].config
-        alike = {field: getattr(preset, field) for field in OF_TUNING}
+        alike = {field: getattr(preset, field) for field in TUNING_FIELDS}
         assert replace(config, **alike) == preset
     architecture = raw["architectures"][0]
     if is_head(raw):

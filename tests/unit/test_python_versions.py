@@ -17,7 +17,7 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROMISED = SpecifierSet(PROJECT["project"]["requires-python"])
-(LEAST,) = (each.version for each in PROMISED)
+(LEAST,) = (bound.version for bound in PROMISED)
 
 
 def pins(text: str) -> Iterator[tuple[str, str]]:

@@ -109,7 +109,7 @@ TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 def plainly(whole: Tensor) -> Tensor:
     """A matrix [N, K] in int8, group by group."""
     width = whole.shape[1]
-    group = next(each for each in (128, 64, 32, 16) if width % each == 0)
+    group = next(size for size in (128, 64, 32, 16) if width % size == 0)
     weights = torch.empty_like(whole)
     for first in range(0, width, group):
         part = whole[:, first : first + group]
@@ -221,9 +221,9 @@ def test_every_format_is_stored_and_found_again(tmp_path: Path, out: str, name: 
         assert torch.equal(stored.weights.read(matrix), expected.dense())
         read += int(expected.numbers.numel() * expected.format.bytes_per_weight)
     sizes = {n: torch.Size(t.shape).numel() for n, t in written.items()}
-    of_both = [n for n in sizes if n.startswith((Q_PROJ, HEAD)) and not n.endswith("_least")]
-    kinds = {n: getattr(torch, written[n].dtype) for n in of_both}
-    assert sum(sizes[n] * kinds[n].itemsize for n in of_both) == read
+    names = [n for n in sizes if n.startswith((Q_PROJ, HEAD)) and not n.endswith("_least")]
+    kinds = {n: getattr(torch, written[n].dtype) for n in names}
+    assert sum(sizes[n] * kinds[n].itemsize for n in names) == read
     convert(find_checkpoint("--checkpoint_dir", path.parent), tmp_path / "again.pth", None)
     again = torch.load(tmp_path / "again.pth", weights_only=True)
     everything = load_file(path) if path.suffix == ".safetensors" else torch.load(path)
@@ -378,5 +378,5 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_checkpoint_of_other_tensors_is_refused(wrong: str, tmp_path: Path) -> None:
-    name, tensor, said = WRONG[wrong]
-    refuse(change(tmp_path, **{name: tensor}), "model.safetensors", said)
+    name, tensor, message = WRONG[wrong]
+    refuse(change(tmp_path, **{name: tensor}), "model.safetensors", message)

@@ -37,7 +37,7 @@ def records(name: str) -> list[PassRecord]:
     return load_passes(ROOT / "results" / name)
 
 
-def of_drafts(name: str, **wanted: object) -> PassRecord:
+def drafting_record(name: str, **wanted: object) -> PassRecord:
     """The record of a study with these settings of drafting, prompts or cache."""
 
     def settings(record: PassRecord) -> dict[str, object]:
@@ -62,7 +62,7 @@ def in_log(page: str, words: str) -> str:
 
 def smollm2(**wanted: object) -> tuple[str, str]:
     """Tokens a step and the net speedup with half of its interval, as the table shows them."""
-    record = of_drafts("readme/smollm2.jsonl", **wanted)
+    record = drafting_record("readme/smollm2.jsonl", **wanted)
     assert record.passed and record.metrics is not None and record.correctness is not None
     assert record.correctness.identical, "README: all tokens equal"
     metrics = record.metrics
@@ -107,12 +107,12 @@ def rounded_from(row: str, words: str) -> str:
     for text in NUMBER.findall(words):
         digits = len(text.partition(".")[2])
         value = float(text.replace(",", ""))
-        if not any(round(each, digits) == value for each in known):
+        if not any(round(number, digits) == value for number in known):
             missing.append(text)
     return f"not in the log: {missing}" if missing else words
 
 
-def of_peers() -> str:
+def peers_text() -> str:
     words = (
         "On 2 cores of an AMD EPYC with AVX512-BF16, a decode step of four rows over 16384 cached "
         "tokens took 14.9 ms; llama.cpp took 26 ms, OpenVINO GenAI 31 ms and transformers 275 ms "
@@ -121,7 +121,7 @@ def of_peers() -> str:
     return rounded_from(in_log("peers.md", "6 KV heads, 16,384 cached tokens"), words)
 
 
-def of_batching() -> str:
+def batching_text() -> str:
     words = (
         "There, 32 requests in flight took 4.4 s (2026-11-25, before a mend by which they wait "
         "less), OpenVINO GenAI's batching 5.8 s."
@@ -168,8 +168,8 @@ CLAIMS: dict[str, Callable[[], str]] = {
     "contexts": contexts,
     "the margin of the gate": lambda: f"a loss beyond {100 * DEFAULT_MARGIN:g} % of the rate",
     "forwards on a GPU": gpu,
-    "other programs": of_peers,
-    "batching of other programs": of_batching,
+    "other programs": peers_text,
+    "batching of other programs": batching_text,
 }
 # Settings, which the commands beside them have, and minutes of a machine that is named.
 SETTINGS = (

@@ -102,7 +102,7 @@ def changed(value: Any, path: tuple[Any, ...]) -> Any:
 def rebuilt(kind: Any, values: Any) -> Any:
     groups = values.get("acceptance_by_category")
     if groups is not None:
-        made = {name: GroupAcceptance(**each) for name, each in groups.items()}
+        made = {name: GroupAcceptance(**numbers) for name, numbers in groups.items()}
         values = values | {"acceptance_by_category": made}
     return kind(**values)
 
@@ -128,9 +128,9 @@ def test_a_number_that_was_edited_is_named(name: str) -> None:
         ("acceptance_by_context", ContextAcceptance),
     ):
         parts = getattr(record, part)
-        values = None if parts is None else [asdict(each) for each in parts]
+        values = None if parts is None else [asdict(group) for group in parts]
         for path in places_of(values):
-            edited = [rebuilt(kind_of_part, each) for each in changed(values, path)]
+            edited = [rebuilt(kind_of_part, part_values) for part_values in changed(values, path)]
             assert unfounded_metric(replace(record, **{part: edited}), command) == part, path
 
 
@@ -174,7 +174,7 @@ def test_a_report_shows_no_pass_whose_metrics_do_not_follow(
 ) -> None:
     right = served()
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(f"{each.to_json()}\n" for each in (right, faster(right))))
+    path.write_text("".join(f"{record.to_json()}\n" for record in (right, faster(right))))
     code, out, err = command("report", path, "--out", tmp_path / "page")
     assert code == 0 and "figures of 1 runs" in out
     place = f"{path}, the pass inflight+draft of {right.environment.time_utc}"
@@ -189,7 +189,7 @@ def test_the_gate_refuses_a_baseline_whose_metrics_do_not_follow(
 ) -> None:
     """Although its seal is that of the edited line."""
     records = list(read_records(BASELINES, Record))
-    place = next(i for i, each in enumerate(records) if isinstance(each, PassRecord))
+    place = next(i for i, record in enumerate(records) if isinstance(record, PassRecord))
     wrong = records[place]
     assert isinstance(wrong, PassRecord)
     path = tmp_path / "baselines.jsonl"

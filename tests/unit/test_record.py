@@ -82,17 +82,17 @@ def batches(has_draft: bool = False) -> list[Batch]:
     rows = [[(4, 1, 2), (4, 1, 2)]], [[(4, 2, 3)]]
     return [
         Batch(
-            rows=of_batch,
-            step_ms=[300.0 / len(of_batch[0])] * len(of_batch[0]),
+            rows=batch_rows,
+            step_ms=[300.0 / len(batch_rows[0])] * len(batch_rows[0]),
             begin_ms=1.0 + number,
             draft_prefill_ms=1.0 + number if has_draft else None,
             prefill_ms=100.0 * (1 + number),
-            draft_ms=[2.0] * len(of_batch[0]),
-            verify_ms=[1.0] * len(of_batch[0]),
+            draft_ms=[2.0] * len(batch_rows[0]),
+            verify_ms=[1.0] * len(batch_rows[0]),
             bytes_read=[10**9],
             peak_memory_bytes=[10**8],
         )
-        for number, of_batch in enumerate(rows)
+        for number, batch_rows in enumerate(rows)
     ]
 
 
@@ -189,11 +189,11 @@ RECORDS = {
 
 def documented() -> dict[str, dict[str, str]]:
     """Section path -> key -> when it is null, from a run's tables; the top level is ''."""
-    of_runs, _, others = DOCUMENT.read_text(encoding="utf-8").partition(OTHERS)
+    run_lines, _, others = DOCUMENT.read_text(encoding="utf-8").partition(OTHERS)
     assert others, f"{DOCUMENT.name} has the heading {OTHERS}"
     sections: dict[str, dict[str, str]] = {}
     names: list[str] = []
-    for line in of_runs.splitlines():
+    for line in run_lines.splitlines():
         if line.startswith("#"):
             names = re.findall(r"`([^`]+)`", line) or [""]
         elif row := re.match(r"\| `([^`]+)` \|", line):
@@ -355,9 +355,9 @@ def test_contradictions_cannot_be_made(fields: dict[str, Any]) -> None:
 def test_where_some_tokens_cannot_be_compared_others_can_be_wrong() -> None:
     """As with `--repeats` of a server that once sends no ids."""
     record = small(**MISMATCH | {"num_differing": None, "correctness": DIVERGED})
-    said = verdict_of(record)
-    assert "some of its 99 tokens are not compared, because a server sent no token ids" in said
-    assert said.startswith("MISMATCH") and "and others differ" in said
+    verdict = verdict_of(record)
+    assert "some of its 99 tokens are not compared, because a server sent no token ids" in verdict
+    assert verdict.startswith("MISMATCH") and "and others differ" in verdict
     alone = small(**ALONE | {"reference": "static"})
     assert verdict_of(alone).startswith("unverified, its 12 tokens are not compared, because a ser")
 
@@ -433,9 +433,9 @@ def test_a_torn_line_costs_no_other_record(
         file.write(torn)
     append_together(path, [small()])
     assert len(load_passes(path)) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1
-    assert said[0].startswith(f"{path}:2: ") and said[0].endswith("; this line is skipped")
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"{path}:2: ") and warnings[0].endswith("; this line is skipped")
     with pytest.raises(ValueError, match=f"{path}:2: "):
         load_passes(path, is_strict=True)
 

@@ -150,9 +150,9 @@ def test_a_malformed_record_is_named_with_its_line(
     text = str(refused.value)
     assert text.startswith(f"{file}:2: not a record; {message}") and "\n" not in text
     assert [record.to_json() for record in load_passes(file)] == [whole]
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith(f"{file}:2: not a record; {message}")
-    assert said.endswith("; this line is skipped")
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith(f"{file}:2: not a record; {message}")
+    assert warning.endswith("; this line is skipped")
 
 
 def test_metrics_of_a_pass_with_wrong_tokens_are_refused() -> None:

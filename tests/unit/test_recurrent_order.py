@@ -250,7 +250,9 @@ def test_a_ring_counts_what_was_proposed_and_accepted_of_each_row(lanes: tuple[i
     assert all(r.output_ids == [1] * r.sampling.max_new_tokens for r in requests)
     counts = replace(made[0].counts, draft_s=0.0)
     assert counts == drafter.expected and counts.num_rounds > counts.num_messages > 10
-    judged = [(each.drafted, each.accepted) for each in seen.verifications.every]
+    judged = [
+        (verification.drafted, verification.accepted) for verification in seen.verifications.every
+    ]
     assert sorted(judged) == sorted(pair for pair in drafter.judged if pair[0])
     assert 0 < seen.verifications.num_accepted < seen.verifications.num_drafted
 

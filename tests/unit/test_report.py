@@ -104,14 +104,14 @@ def write_report(directory: Path, records: list[Line], *words: object) -> tuple[
     """The directory of a report of records, and what was said on stderr."""
     write(directory / "runs.jsonl", records)
     out = directory / "out"
-    said = StringIO()
+    printed = StringIO()
     argv = ["magicdec report", directory / "runs.jsonl", "--out", out, *words]
-    with pytest.MonkeyPatch.context() as patch, redirect_stderr(said):
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(printed):
         patch.setattr(sys, "argv", list(map(str, argv)))
         with pytest.raises(SystemExit) as ended:
             report_command()
     assert not ended.value.code
-    return out, said.getvalue()
+    return out, printed.getvalue()
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.fixture(scope="module")
-def of_study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def study_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(tmp_path_factory.mktemp("study"), study())[0]
 
 
@@ -151,25 +151,25 @@ def rows(path: Path) -> list[dict[str, str]]:
 def test_every_figure_is_drawn_or_left_out_with_a_reason(
     everything: tuple[Path, str], report: Report
 ) -> None:
-    out, said = everything
-    assert said == ""
+    out, printed = everything
+    assert printed == ""
     page = (out / "index.html").read_text(encoding="utf-8")
     for name in FIGURES:
         assert f'<figure id="{name}"' in page and rows(out / f"{name}.csv")
         assert (out / f"{name}.png").stat().st_size > 5000
         assert (out / f"{name}.svg").read_text(encoding="utf-8").startswith("<?xml")
-    out, said = report([variant(), failed()])
+    out, printed = report([variant(), failed()])
     for name in ("speedup_map", "acceptance_by_budget"):
         assert f'<figure id="{name}"' not in (out / "index.html").read_text(encoding="utf-8")
-    assert "no method was measured at two batch sizes or two prefix lengths" in said
+    assert "no method was measured at two batch sizes or two prefix lengths" in printed
     page = (out / "index.html").read_text(encoding="utf-8")
-    for line in said.splitlines():
+    for line in printed.splitlines():
         assert line.rpartition(": ")[2] in page
 
 
 def test_a_report_of_failed_passes_says_why_they_failed(report: Report) -> None:
-    out, said = report([failed(), failed()])
-    assert len(said.splitlines()) == len(FIGURES)
+    out, printed = report([failed(), failed()])
+    assert len(printed.splitlines()) == len(FIGURES)
     (first, _) = rows(out / "passes.csv")
     assert first["status"] == "failed" and first["error"] == failed()["error"]
     assert "[enforce fail]" in (out / "index.html").read_text(encoding="utf-8")
@@ -209,8 +209,10 @@ KINDS = "the model itself", "lookups"
 
 
 @pytest.mark.wide
-def test_a_page_without_figure_files_does_not_link_to_them(report: Report, of_study: Path) -> None:
-    whole = (of_study / "index.html").read_text(encoding="utf-8")
+def test_a_page_without_figure_files_does_not_link_to_them(
+    report: Report, study_report: Path
+) -> None:
+    whole = (study_report / "index.html").read_text(encoding="utf-8")
     out, _ = report(study(), "--no_figure_files")
     page = (out / "index.html").read_text(encoding="utf-8")
     assert {path.suffix for path in out.iterdir()} == {".html", ".csv", ".sh"}
@@ -261,9 +263,9 @@ def test_a_row_is_on_the_front_of_its_own_kind() -> None:
     for row in rows(ROOT / "results" / "cpu" / "report" / "pareto_front.csv"):
         groups.setdefault((row["prefix_len"], row["series"] == BASELINE), []).append(row)
     assert len(groups) == 6
-    for of in groups.values():
-        at = [(float(r["request_tokens_per_s"]), float(r["decode_tokens_per_s"])) for r in of]
-        for row, place in zip(of, at, strict=True):
+    for group in groups.values():
+        at = [(float(r["request_tokens_per_s"]), float(r["decode_tokens_per_s"])) for r in group]
+        for row, place in zip(group, at, strict=True):
             beaten = any(other != place and min(map(float.__ge__, other, place)) for other in at)
             assert (row["on_front"] == "True") != beaten
 
@@ -281,8 +283,8 @@ def test_the_page_needs_nothing_else(everything: tuple[Path, str]) -> None:
     assert used and set(used) <= set(ids)
 
 
-def test_the_map_shows_the_best_of_each_place(of_study: Path) -> None:
-    found = {(r["B"], r["prefix_len"]): r for r in rows(of_study / "speedup_map.csv")}
+def test_the_map_shows_the_best_of_each_place(study_report: Path) -> None:
+    found = {(r["B"], r["prefix_len"]): r for r in rows(study_report / "speedup_map.csv")}
     assert found["8", "4096"]["speedup"] == "1.9" and found["8", "4096"]["runs"] == "2"
     assert found["8", "4096"]["budget"] == str(RAW[0]["config"]["kv"]["budget"])
     assert found["1", "1024"]["net_speedup"] == "0.7000000000000001"
@@ -297,12 +299,14 @@ def speeds(net: float, low: float, high: float, taken: float | None) -> Line:
 
 def test_headlines_are_of_quiet_hosts_and_say_why(report: Report) -> None:
     """The second run is the fastest of a quiet host, the first one surely fast."""
-    made = [speeds(*each) for each in ((1.5, 1.4, 1.6, None), (2.0, 0.5, 8.0, 0.09))]
+    made = [speeds(*numbers) for numbers in ((1.5, 1.4, 1.6, None), (2.0, 0.5, 8.0, 0.09))]
     busy = speeds(3.0, 2.9, 3.1, 0.48)
     out, _ = report([*made, busy])
-    first, said, net, steps, *_ = re.findall("<p>(.*?)</p>", (out / "index.html").read_text())
+    first, printed, net, steps, *_ = re.findall("<p>(.*?)</p>", (out / "index.html").read_text())
     assert first == "3 runs with 3 passes (3 verified) of demo."
-    assert said.startswith("1 of 3 passes: another load took 48% of the cores meanwhile, so times")
+    assert printed.startswith(
+        "1 of 3 passes: another load took 48% of the cores meanwhile, so times"
+    )
     assert "(net): 1.50x to 2.00x, in the passes on a quiet host" in net
     assert "interval that begins highest is that of run 1, 1.50x [1.40, 1.60]:" in net
     assert "decode steps: 4.50x to 6.00x, in the passes on a quiet host" in steps
@@ -325,8 +329,8 @@ def column(out: Path, label: str) -> list[str]:
     return [row[labels.index(label)] for row in cells if row] if label in labels else []
 
 
-def test_results_stand_before_settings(of_study: Path) -> None:
-    page = (of_study / "index.html").read_text(encoding="utf-8")
+def test_results_stand_before_settings(study_report: Path) -> None:
+    page = (study_report / "index.html").read_text(encoding="utf-8")
     table = page[page.index('<section id="passes">') :]
     labels = re.findall('<button type="button">(.*?)</button>', table[: table.index("</thead>")])
     assert labels[:7] == ["run", "pass", "way", "B", "prefix", "net speedup", "speedup"]

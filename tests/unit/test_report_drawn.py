@@ -70,11 +70,11 @@ def row_of(line: Line) -> FrameRow:
 
 def numbered(made: FrameRow, number: int) -> FrameRow:
     """The row with another number in each metric, and each interval around its metric."""
-    of_groups = ("list", "dict")
+    group_types = ("list", "dict")
     plain = [
         field.name
         for field in fields(PassMetrics)
-        if field.name in made and not any(word in str(field.type) for word in of_groups)
+        if field.name in made and not any(word in str(field.type) for word in group_types)
     ]
     changed = {
         name: 1 + at / 64 + number / 7 for at, name in enumerate([*plain, "request_step_ms"])
@@ -160,7 +160,9 @@ def points(ax: Axes) -> Places:
     for line in ax.lines:
         if line.get_marker() not in ("None", "", None, "_", "|"):
             at = zip(line.get_xdata(), line.get_ydata(), strict=True)
-            found.setdefault(to_hex(line.get_color()), set()).update(rounded(*each) for each in at)
+            found.setdefault(to_hex(line.get_color()), set()).update(
+                rounded(*point) for point in at
+            )
     return found
 
 
@@ -196,10 +198,10 @@ def test_marks_are_where_the_axes_say(name: str) -> None:
     found = points(ax)
     colours = colours_of(drawn)
     for value in {point[series] for point in rows}:
-        of = [point for point in rows if point[series] == value]
+        series_rows = [point for point in rows if point[series] == value]
         named = [text for text in colours if value == text] or [t for t in colours if value in t]
         (colour,) = {colours[text] for text in named}
-        assert found.pop(colour) == {rounded(across(each), up(each)) for each in of}
+        assert found.pop(colour) == {rounded(across(point), up(point)) for point in series_rows}
     assert found == {}
     ends = [
         (across(r), r[f"{metric}_interval_low"], r[f"{metric}_interval_high"])
@@ -227,9 +229,9 @@ def test_a_caption_says_how_many_records_are_of_a_busy_host(name: str) -> None:
         "acceptance_by_budget": passes.draw_by_budget,
     }
     make = alone.get(name, makers[rows[0]["is_served"]])
-    said = "Another load took cores while 1 of the "
-    assert said in draw(lambda: make(frame_of(changed)), name).caption
-    assert said not in draw(lambda: make(frame_of(rows)), name).caption
+    message = "Another load took cores while 1 of the "
+    assert message in draw(lambda: make(frame_of(changed)), name).caption
+    assert message not in draw(lambda: make(frame_of(rows)), name).caption
 
 
 def test_a_front_goes_through_its_passes_and_says_their_batch_size() -> None:
@@ -241,13 +243,13 @@ def test_a_front_goes_through_its_passes_and_says_their_batch_size() -> None:
         for x, y in [speeds[run["run"]]]
     ]
     ax = draw(lambda: passes.draw_pareto(frame_of(made))).figure.axes[0]
-    (line,) = (each for each in ax.lines if each.get_linestyle() == "-")
+    (line,) = (drawn_line for drawn_line in ax.lines if drawn_line.get_linestyle() == "-")
     assert [*zip(line.get_xdata(), line.get_ydata(), strict=True)] == [(2.5, 6.0), (8.0, 2.0)]
-    said = {text.get_text(): text.xy for text in ax.texts}  # type: ignore[attr-defined]
-    assert said == {"B 2": (2.5, 6.0), "B 4": (8.0, 2.0)}
-    busy = [each | {"is_busy": each["run"] == 2} for each in made]
+    labels = {text.get_text(): text.xy for text in ax.texts}  # type: ignore[attr-defined]
+    assert labels == {"B 2": (2.5, 6.0), "B 4": (8.0, 2.0)}
+    busy = [point | {"is_busy": point["run"] == 2} for point in made]
     ax = draw(lambda: passes.draw_pareto(frame_of(busy))).figure.axes[0]
-    (line,) = (each for each in ax.lines if each.get_linestyle() == "-")
+    (line,) = (drawn_line for drawn_line in ax.lines if drawn_line.get_linestyle() == "-")
     assert [*line.get_xdata()] == [2.0, 8.0], "a pass of a busy host is on no front"
 
 
@@ -266,8 +268,8 @@ def test_a_dotted_line_is_where_its_drafter_pays() -> None:
     dotted = [line for line in lines if line.get_marker() == "None" and line.get_linewidth() == 1]
     found = {to_hex(line.get_color()): rounded(*line.get_ydata()) for line in dotted}
     for text, colour in colours_of(drawn).items():
-        of = [context for context in CONTEXTS if context["kv_policy"] in text]
-        pays = (each["tokens_per_verification"] / each["speedup"] for each in of)
+        contexts = [context for context in CONTEXTS if context["kv_policy"] in text]
+        pays = (context["tokens_per_verification"] / context["speedup"] for context in contexts)
         assert found.pop(colour) == rounded(*pays)
     assert found == {}
 
@@ -296,7 +298,7 @@ def test_a_position_has_its_own_share_and_interval() -> None:
     line = container.lines[0]
     assert ax.get_xlabel() == "draft position in its step" and [*line.get_xdata()] == [1, 2, 3]
     assert ax.get_ylabel() == passes.SHARE and [*line.get_ydata()] == shares
-    assert spans(ax) == {rounded(at + 1, *each) for at, each in enumerate(ends)}
+    assert spans(ax) == {rounded(at + 1, *span) for at, span in enumerate(ends)}
 
 
 def test_a_cell_is_at_its_batch_size_and_prefix_length() -> None:
@@ -403,8 +405,8 @@ def test_phases_are_beside_each_other_and_make_up_the_step() -> None:
         (12.5, 0.0),
         (50.0, 1.0),
     ]
-    said = [(text.get_text(), *text.xy) for text in ax.texts]  # type: ignore[attr-defined]
-    assert said == [("3.2 tokens, 2.12x", 20.0, 0), ("3.2 tokens, 2.12x", 50.0, 1)]
+    labels = [(text.get_text(), *text.xy) for text in ax.texts]  # type: ignore[attr-defined]
+    assert labels == [("3.2 tokens, 2.12x", 20.0, 0), ("3.2 tokens, 2.12x", 50.0, 1)]
     assert [text.get_text() for text in ax.get_yticklabels()] == ["K 33", "K 65"]
     legend = ax.figure.legends[0]  # type: ignore[union-attr]
     assert [text.get_text() for text in legend.get_texts()] == [
@@ -418,15 +420,15 @@ def test_phases_are_beside_each_other_and_make_up_the_step() -> None:
 
 def test_a_line_of_a_closed_loop_says_how_many_are_in_flight() -> None:
     ax = draw(lambda: draw_served(frame_of(LOOPS)), "serving_concurrency").figure.axes[0]
-    said = {(text.get_text(), *rounded(*text.xy)) for text in ax.texts}  # type: ignore[attr-defined]
+    labels = {(text.get_text(), *rounded(*text.xy)) for text in ax.texts}  # type: ignore[attr-defined]
     x, y = (NAMED[label][0] for label in (ax.get_xlabel(), ax.get_ylabel()))
-    assert said == {(str(loop["concurrency"]), *rounded(x(loop), y(loop))) for loop in LOOPS}
+    assert labels == {(str(loop["concurrency"]), *rounded(x(loop), y(loop))) for loop in LOOPS}
 
 
 def test_a_bar_is_that_of_its_mode_command_and_metric() -> None:
     """Two commands, of which the second has one of the modes again, and one of its own."""
     other = [PASSES[1], PASSES[0] | {"pass": "ring"}]
-    more = [numbered(each, 5 + at) | {"about": "2: demo"} for at, each in enumerate(other)]
+    more = [numbered(passed, 5 + at) | {"about": "2: demo"} for at, passed in enumerate(other)]
     rows = [*PASSES, *more]
     drawn = draw(lambda: draw_served(frame_of(rows)), "serving_modes")
     colours = colours_of(drawn)
@@ -455,9 +457,9 @@ def test_a_bar_is_that_of_its_mode_command_and_metric() -> None:
             for bar, at in middles
         } == wanted
         assert all(abs(at - round(at)) < 0.5 for _, at in middles) and bars[0].get_x() == 0
-        said = {rounded(*text.xy): text.get_text() for text in ax.texts}  # type: ignore[attr-defined]
+        labels = {rounded(*text.xy): text.get_text() for text in ax.texts}  # type: ignore[attr-defined]
         ends = {rounded(bar.get_width(), at): three_digits(bar.get_width()) for bar, at in middles}
-        assert said == ends, "each value stands at the end of its bar"
+        assert labels == ends, "each value stands at the end of its bar"
 
 
 def colours_of_command(colours: dict[str, str], is_second: bool) -> str:
@@ -520,9 +522,9 @@ def test_names_beside_bars_do_not_meet(name: str) -> None:
 @pytest.mark.parametrize("kind", served.staged_kinds(), ids=lambda kind: kind.name())
 def test_a_strip_is_the_load_of_its_stage(kind: type[Details]) -> None:
     made = [row_of(line) for line in EVERY]
-    for each in made:
-        if each["pass"] == "ring":
-            each["object"] = replace(each["object"], details=in_parts(each["object"].details))
+    for passed in made:
+        if passed["pass"] == "ring":
+            passed["object"] = replace(passed["object"], details=in_parts(passed["object"].details))
     drawn = draw(lambda: draw_served(frame_of(made)), f"{kind.name()}_stages")
     ax = drawn.figure.axes[0]
     labels = {
@@ -537,8 +539,8 @@ def test_a_strip_is_the_load_of_its_stage(kind: type[Details]) -> None:
     if kind is MDILLMDetails:
         assert found == {"ring, stage 0: 75%": [[1.0, 0.5]], "ring, stage 1: 25%": [[0.0, 0.5]]}
     about = drawn.table.iloc[0]["about"]
-    for each in drawn.table[drawn.table["about"] == about].to_dict("records"):
-        assert found[f"{each['name']}: {each['busy']:.0%}"] == [each["parts"]]
+    for strip in drawn.table[drawn.table["about"] == about].to_dict("records"):
+        assert found[f"{strip['name']}: {strip['busy']:.0%}"] == [strip["parts"]]
     assert served.stages_of(PASSES[0]["object"], kind) == []
 
 

@@ -36,7 +36,7 @@ def test_each_machine_has_a_row_with_its_best_run(
     busy = variant(net_speedup=4.0, net_speedup_interval=[3.9, 4.1], cores_taken=0.5)
     alone = variant(net_speedup=None, net_speedup_interval=None)
     records = [
-        *(on("AMD EPYC 9R14 Processor", each, *amx, threads=2) for each in (noisy, best, busy)),
+        *(on("AMD EPYC 9R14 Processor", record, *amx, threads=2) for record in (noisy, best, busy)),
         on("Intel(R) Xeon(R) CPU", alone, "AVX512BF16", threads=2),
         on("none", busy, gpu="NVIDIA H100", threads=2),
     ]

@@ -30,7 +30,7 @@ from magicdec.output.figures import styled
 # own lists can be lost.
 MACHINE = ["device", "ranks", "threads"]
 WEIGHTS = ["model", "target_dtype", "draft_model", "draft_weights"]
-OF_MAPS = [
+MAP_FIELDS = [
     *WEIGHTS,
     "drafter",
     "kv_policy",
@@ -42,7 +42,7 @@ OF_MAPS = [
     "reselect_every",
 ]
 HELD = {
-    draw_speedup: OF_MAPS,
+    draw_speedup: MAP_FIELDS,
     draw_by_acceptance: ["model", "target_dtype", "dtype", "dataset", "gen_len", *MACHINE],
     draw_roofline: ["model", "dtype", "target_dtype", *MACHINE],
     draw_phases: ["model", "draft_model", "target_dtype", "dtype", "dataset", *MACHINE],
@@ -54,13 +54,15 @@ def cells(*intervals: tuple[float, float | None, float | None], **changed: Any) 
     """A run at each of so many batch sizes, with its net speedup and the ends of its interval. The
     steps of a run are the faster, the smaller its net speedup."""
     names = ("net_speedup", "net_speedup_interval_low", "net_speedup_interval_high")
-    of_steps = ("speedup_interval_low", "speedup", "speedup_interval_high")
+    step_speedups = ("speedup_interval_low", "speedup", "speedup_interval_high")
     return [
         row(B=2**i)
-        | dict(zip(names, each, strict=True))
-        | dict(zip(of_steps, (8 / each[0], 9 / each[0], 10 / each[0]), strict=True))
+        | dict(zip(names, interval, strict=True))
+        | dict(
+            zip(step_speedups, (8 / interval[0], 9 / interval[0], 10 / interval[0]), strict=True)
+        )
         | changed
-        for i, each in enumerate(intervals)
+        for i, interval in enumerate(intervals)
     ]
 
 
@@ -117,7 +119,7 @@ def test_a_map_shows_no_colour_that_its_interval_does_not_bear() -> None:
     assert shades is not None and shades.mask.tolist() == [[True, False, False, True]]
     assert shades.compressed().tolist() == [2.0, 1.5], "the colour is the net speedup"
     marks = {int(patch.get_x()): patch for patch in ax.patches if isinstance(patch, Rectangle)}
-    assert {x: (each.get_hatch(), each.get_linewidth() > 0) for x, each in marks.items()} == {
+    assert {x: (patch.get_hatch(), patch.get_linewidth() > 0) for x, patch in marks.items()} == {
         0: ("////", False),
         2: (None, True),
         3: ("....", False),

@@ -80,8 +80,8 @@ def test_the_page_opens_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyP
     text = page.read_text(encoding="utf-8")
     asked = tmp_path / "out" / "asked.html"
     asked.write_text(text.replace("</body>", QUESTION), encoding="utf-8")
-    dom, said = browse(asked, "--dump-dom")
-    assert said == []
+    dom, complaints = browse(asked, "--dump-dom")
+    assert complaints == []
     found = re.search(r'data-answer="([^"]*)"', dom)
     assert found is not None
     answer: dict[str, Any] = json.loads(html.unescape(found[1]))
@@ -90,11 +90,11 @@ def test_the_page_opens_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert answer["width"] <= WIDTH
     assert tuple(answer["boxes"]) == FIGURES
     for width in (500, 1440):  # the narrowest window that Chromium has, and a laptop's
-        dom, said = browse(asked, "--dump-dom", f"--window-size={width},{HEIGHT}")
+        dom, complaints = browse(asked, "--dump-dom", f"--window-size={width},{HEIGHT}")
         found = re.search(r'data-answer="([^"]*)"', dom)
         assert found is not None and json.loads(html.unescape(found[1]))["width"] <= width
-    _, said = browse(page, f"--screenshot={shot}")
-    assert said == []
+    _, complaints = browse(page, f"--screenshot={shot}")
+    assert complaints == []
     picture = Image.open(shot).convert("RGB")
     for name, box in answer["boxes"].items():
         assert box[3] < HEIGHT and box[2] - box[0] > 400 and box[3] - box[1] > 150, name

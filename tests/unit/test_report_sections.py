@@ -110,8 +110,8 @@ def test_passes_of_a_busy_host_are_named(tmp_path: Path, command: Command) -> No
     """On top of the page, above the tables of their command, and by `magicdec table`."""
     shares = (0.48, 0.02)
     made = [served(name, 1.0) for name in ("static", "inflight")]
-    for each, taken in zip(made, shares, strict=True):
-        each["environment"] = each["environment"] | {"cores_taken": taken}
+    for raw, taken in zip(made, shares, strict=True):
+        raw["environment"] = raw["environment"] | {"cores_taken": taken}
     write(tmp_path / "passes.jsonl", made)
     command("report", tmp_path / "passes.jsonl", "--out", tmp_path / "out")
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
@@ -145,7 +145,7 @@ def test_occupancy_is_the_share_of_each_part_of_the_time() -> None:
 
 
 def test_the_front_is_over_runs_and_requests_in_every_mode(out: Path) -> None:
-    modes = {f"served: {each['name']}" for each in EVERY}
+    modes = {f"served: {raw['name']}" for raw in EVERY}
     found = rows(out / "pareto_front.csv")
     assert {r["series"] for r in found} == {"self, streaming_llm"} | modes
 
@@ -178,11 +178,11 @@ def test_an_export_has_a_row_for_each_pass_of_every_kind(
     command("export", tmp_path / "all.jsonl", "--out", out)
     frame = getattr(pandas, f"read_{suffix}")(out)
     assert set(frame["kind"]) == {"pass"}
-    assert frame["pass"].tolist() == ["static+draft", *(each["name"] for each in EVERY)]
-    of = {row["pass"]: row for row in frame.to_dict("records")}
-    assert of["static"]["output_throughput"] == pytest.approx(0.5)
-    assert of["static"]["workload.goodput"] == "ttft:1500.0"
-    assert of["ring"]["details.busy"] == "0.75 0.25"
-    assert of["pipeinfer"]["details.most_in_flight"] == 2
-    assert of["pipeinfer"]["workload.draft"] == "ngram"
+    assert frame["pass"].tolist() == ["static+draft", *(raw["name"] for raw in EVERY)]
+    by_pass = {row["pass"]: row for row in frame.to_dict("records")}
+    assert by_pass["static"]["output_throughput"] == pytest.approx(0.5)
+    assert by_pass["static"]["workload.goodput"] == "ttft:1500.0"
+    assert by_pass["ring"]["details.busy"] == "0.75 0.25"
+    assert by_pass["pipeinfer"]["details.most_in_flight"] == 2
+    assert by_pass["pipeinfer"]["workload.draft"] == "ngram"
     assert frame["model.model"].notna().all() and frame["environment.torch"].notna().all()

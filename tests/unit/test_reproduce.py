@@ -206,7 +206,7 @@ def test_a_failed_run_is_named_and_the_others_go_on(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["magicdec_nothing"], "table magicdec_nothing is not known; choose from"),
         (["--demo"], "name a table; choose from magicdec_acceptance"),
@@ -216,11 +216,11 @@ def test_a_failed_run_is_named_and_the_others_go_on(
     ],
 )
 def test_bad_input_is_refused_in_one_line(
-    words: list[str], said: str, tables: Path, command: Command
+    words: list[str], message: str, tables: Path, command: Command
 ) -> None:
     more = [] if "--tables" in words else ["--tables", str(tables)]
     code, out, err = command("reproduce", *words, *more)
-    assert code == 2 and said in err and err.count("\n") == 1 and out == ""
+    assert code == 2 and message in err and err.count("\n") == 1 and out == ""
 
 
 def test_a_table_with_other_columns_is_refused(tables: Path) -> None:

@@ -55,7 +55,7 @@ def test_the_first_stage_notes_its_spans_and_whose_they_are() -> None:
     assert [span.run for span in heads] == [-1, *range(5 * (2 + 3))]
     assert [pipeline.samples.count([request.request_id]) for request in requests] == [5] * 5
     assert len(pipeline.prompts) == 2 * 5
-    assert all(a.end_s <= b.begin_s for of in (stages, heads) for a, b in pairwise(of))
+    assert all(a.end_s <= b.begin_s for spans in (stages, heads) for a, b in pairwise(spans))
     inside = [s for s in stages if any(h.begin_s <= s.begin_s <= s.end_s <= h.end_s for h in heads)]
     assert inside == stages, "its layers are a part of the head's work"
 
@@ -122,15 +122,15 @@ def test_a_chart_has_a_row_for_each_stage() -> None:
         clock_error_s=0.01,
     )
     begin_s, end_s = decoding_window(late, None)
-    assert begin_s == 124 - 60 / 4 and end_s == max(s.end_s for of in late.spans for s in of)
+    assert begin_s == 124 - 60 / 4 and end_s == max(s.end_s for spans in late.spans for s in spans)
     assert "clocks within 10.00 ms" in stages_panel("ring", late, None).title
 
 
 def test_a_trace_has_an_event_for_each_span() -> None:
     trace = make_trace()
     events = trace_events([ServedGroup("ring", 0, [], trace)])
-    names = [each["args"] for each in events if each["ph"] == "M"]
-    assert names == [{"name": f"ring: {of}"} for of in ("requests", "stage 0", "stage 1")]
+    names = [metadata["args"] for metadata in events if metadata["ph"] == "M"]
+    assert names == [{"name": f"ring: {row}"} for row in ("requests", "stage 0", "stage 1")]
     event = next(e for e in events if e["name"] == "stage 1" and e["pid"] == 2)
     assert (event["ph"], event["ts"], event["dur"]) == ("X", 2e6, 1e6)
     assert len(events) == 3 + 3 * 6
@@ -155,8 +155,8 @@ def test_a_trace_has_every_repeat_with_its_own_stages() -> None:
     assert [group.requests for group in groups] == [[request] for request in record.requests]
     events = trace_events(groups)
     names = [event["args"]["name"] for event in events if event["ph"] == "M"]  # type: ignore[index]
-    of_group = ("requests", "stage 0", "stage 1")
-    assert names == [f"static, repeat {n}: {of}" for n in (1, 2) for of in of_group]
+    row_names = ("requests", "stage 0", "stage 1")
+    assert names == [f"static, repeat {n}: {row}" for n in (1, 2) for row in row_names]
     counts = [sum(e["pid"] == pid and e["ph"] == "X" for e in events) for pid in range(6)]
     assert counts[1:3] == [len(spans) for spans in first.spans]
     assert counts[4:6] == [len(spans) for spans in second.spans]

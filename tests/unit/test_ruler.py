@@ -181,5 +181,5 @@ def test_generated_prompts_have_no_books() -> None:
     work = build("vt", 1000)
     assert work.dataset == "ruler:vt" and len(work.prompts) == 3
     absent = {name for name, value in vars(work).items() if value is None}
-    of_sets = {"categories", "left_out", "conversations"}
-    assert absent == {"num_available", "skip_tokens", "sources"} | of_sets
+    set_fields = {"categories", "left_out", "conversations"}
+    assert absent == {"num_available", "skip_tokens", "sources"} | set_fields

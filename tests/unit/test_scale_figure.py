@@ -127,11 +127,16 @@ def test_a_cell_of_the_map_is_that_of_its_gpus_and_requests(
         way = answer(None, None, None, count, asked, 0.7)
         wanted = scale.NO_ROOM if way is None else scale.COLOUR_OF[way.kind]
         assert colour == to_hex(wanted)
-    said = {
+    texts = {
         (gpus[int(text.get_position()[0])], requests[int(text.get_position()[1])]): text.get_text()
         for text in ax.texts
     }
-    assert said[64, 16] == "8.0" and said[8, 4] == "+" and said[8, 1] == "" and (8, 256) not in said
+    assert (
+        texts[64, 16] == "8.0"
+        and texts[8, 4] == "+"
+        and texts[8, 1] == ""
+        and (8, 256) not in texts
+    )
 
 
 def test_a_line_of_gains_is_at_its_requests(

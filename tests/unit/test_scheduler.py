@@ -396,11 +396,11 @@ def test_ranks_that_disagree_stop() -> None:
     first = engine(0, 1.0)
     second = engine(1, 9.0)
     requests = [[make(number, arrived=arrived) for number, arrived in enumerate((0.0, 5.0))]] * 2
-    arrivals = [Arrivals(copy.deepcopy(of_rank)) for of_rank in requests]
-    for each, its in zip((first, second), arrivals, strict=True):
-        plan = each._next(its)
+    arrivals = [Arrivals(copy.deepcopy(rank_requests)) for rank_requests in requests]
+    for scheduler, its in zip((first, second), arrivals, strict=True):
+        plan = scheduler._next(its)
         assert plan is not None and len(plan.admitted) == len(its) == 1
-        emit(each.scheduler, plan)
+        emit(scheduler.scheduler, plan)
     second.scheduler.running[0].output_ids[-1] += 1
     assert first._next(arrivals[0]) is not None
     with pytest.raises(RuntimeError, match="the ranks disagree about the running batch"):

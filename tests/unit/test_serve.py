@@ -254,9 +254,9 @@ def test_every_mode_serves_the_tokens_of_the_first(
         assert ring["draft_acceptance_rate"] == 1
         assert (ring["num_draft_tokens"] < 24) == (pa > 0), "of four requests, three in a step"
         assert by_name["pipeline+draft"]["metrics"]["draft_acceptance_rate"] == 1
-    said = capsys.readouterr()
-    assert "verified: all other passes have the " in said.out
-    assert "10 records appended" in said.err
+    printed = capsys.readouterr()
+    assert "verified: all other passes have the " in printed.out
+    assert "10 records appended" in printed.err
     assert files["--plot"].read_bytes().startswith(b"\x89PNG")
     check_events(json.loads(files["--trace"].read_text())["traceEvents"])
 
@@ -310,11 +310,11 @@ def test_a_lost_record_still_prints_the_table(
     ]
     code = COMMANDS["recurrent"].parse(words, ALONE).run(words, ALONE)
     out = tmp_path / "out.jsonl"
-    said = capsys.readouterr()
-    assert code == 1 and "has the most output tokens/s" in said.out
-    lost = [line for line in said.err.splitlines() if line.endswith("the record is lost")]
+    printed = capsys.readouterr()
+    assert code == 1 and "has the most output tokens/s" in printed.out
+    lost = [line for line in printed.err.splitlines() if line.endswith("the record is lost")]
     assert len(lost) == 2 and lost[0].startswith(f"--out {out}: No space left on device")
-    assert f"0 records appended to {out}" in said.err
+    assert f"0 records appended to {out}" in printed.err
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -348,11 +348,11 @@ def test_the_modes_before_a_failure_are_recorded_and_printed(
     monkeypatch.setattr("sys.argv", ["magicdec inflight", *words])
     with pytest.raises((SystemExit, RuntimeError)) as ended:
         serve.inflight()
-    said = capsys.readouterr()
-    assert "│ sequential │" in said.out and "tokens/s" in said.out
+    printed = capsys.readouterr()
+    assert "│ sequential │" in printed.out and "tokens/s" in printed.out
     if error is KeyboardInterrupt:
         assert isinstance(ended.value, SystemExit) and ended.value.code == 130
-        assert f"interrupted; 1 record is in {out}" in said.err
+        assert f"interrupted; 1 record is in {out}" in printed.err
     (record,) = read(out)
     assert record["config"]["workload"]["mode"] == "sequential" and record["metrics"]
 
@@ -444,7 +444,7 @@ class RoundRobin(System):
                 order = order + arrived
                 request = order.pop(0)
                 row = request.request_id
-                admitted = tuple((each, row) for each in arrived)
+                admitted = tuple((admitted_request, row) for admitted_request in arrived)
                 observer.counts.watch(StepPlan(Batch((request,)), admitted=admitted))
                 self.clock.after_step()
                 self.emit(serving_pass, request, observer)
@@ -505,14 +505,14 @@ def test_warm_up_counts_in_nothing(name: str, toy: Toy) -> None:
     lengths = [(prompt, output) for _, prompt, output in SHAPES]
     log = [served for system in RoundRobin.made for served in system.log]
     assert sorted(log) == sorted(
-        (each, work) for each in (first_of(name), name) for work in (warm_up, lengths)
+        (mode, work) for mode in (first_of(name), name) for work in (warm_up, lengths)
     )
     assert code == 0 and [record["name"] for record in records] == [first_of(name), name]
     for record in records:
         metrics = record["metrics"]
         (group,) = record["groups"]
-        of_pass = record["status"], group["threads"], metrics["num_steps"]
-        assert of_pass == ("verified", [1], 10)
+        facts = record["status"], group["threads"], metrics["num_steps"]
+        assert facts == ("verified", [1], 10)
         assert metrics["duration_s"] == 64 and metrics["output_throughput"] == 10 / 64
         assert metrics["mean_ttft_ms"] == pytest.approx((1000 + 2500 + 1000) / 3)
         assert metrics["mean_in_flight"] == 1
@@ -617,7 +617,7 @@ def test_repeats_that_had_ended_are_kept(
     assert check_command(records) == []
     assert command("export", out, "--out", tmp_path / "out.csv").code == 0
     assert command("report", out, "--out", tmp_path / "page").code == 0
-    said = command("table", out).out
+    printed = command("table", out).out
     for record in records:
         assert len(record.requests) == len(record.groups) * len(SHAPES)
         assert record.num_missing_repeats == 3 - len(record.groups)
@@ -630,8 +630,8 @@ def test_repeats_that_had_ended_are_kept(
         if record.name == "inflight":
             ratios = record.metrics.throughput_ratio_per_group or ()
             assert len(ratios) == len(record.groups)
-            assert f"inflight: verified, all {len(record.requests)} requests have the" in said
-            assert f", {len(record.groups)} of 3 repeats" in said
+            assert f"inflight: verified, all {len(record.requests)} requests have the" in printed
+            assert f", {len(record.groups)} of 3 repeats" in printed
 
 
 def test_the_load_of_a_mode_is_that_of_its_worst_repeat(
@@ -657,7 +657,7 @@ def test_the_table_has_groups_the_winner_and_ratios_to_the_first_mode(
     _, raw = toy("sequential", "inflight")
     out = capsys.readouterr().out
     assert "sequential has the most output tokens/s, 0.2\n" in out
-    first, second = (parse_line(json.dumps(each), PassRecord) for each in raw)
+    first, second = (parse_line(json.dumps(raw_record), PassRecord) for raw_record in raw)
     assert first.metrics is not None and second.metrics is not None
     fast = replace(
         second.metrics, output_throughput=5 / 16, throughput_ratio=2.0, mean_ttft_ms=750.0
@@ -674,9 +674,11 @@ def test_the_table_has_groups_the_winner_and_ratios_to_the_first_mode(
     ]
     assert list(map(text_of, table.rows[4][1:])) == ["", "2.00x"]
     assert "TTFT p50, ms" in labels and not [label for label in labels if "p9" in label]
-    (said,) = summary.below
-    assert said.startswith("inflight has the most output tokens/s, 0.3: 2.00 times those of sequ")
-    assert "0.50 times its mean TTFT" in said
+    (comparison_line,) = summary.below
+    assert comparison_line.startswith(
+        "inflight has the most output tokens/s, 0.3: 2.00 times those of sequ"
+    )
+    assert "0.50 times its mean TTFT" in comparison_line
     keys = [line.split(",")[0] for line in table.csv().splitlines()]
     assert keys[:4] == ["metric", "duration_s", "request_throughput", "output_throughput"]
     many = [
@@ -702,7 +704,7 @@ def test_passes_of_several_concurrencies_have_a_table_a_mode_and_a_summary(
 ) -> None:
     """On 80 columns no number is broken, and no metric is left out."""
     _, raw = toy("sequential", "inflight", "static")
-    modes = [parse_line(json.dumps(each), PassRecord) for each in raw]
+    modes = [parse_line(json.dumps(raw_record), PassRecord) for raw_record in raw]
     grid = [closed_loop(record, count) for record in modes for count in (1, 2, 4, 64)]
     for place, record in enumerate(grid):
         assert record.metrics is not None
@@ -716,8 +718,8 @@ def test_passes_of_several_concurrencies_have_a_table_a_mode_and_a_summary(
     headings = [(column.label, column.key) for column in parts[1].headings[1:]]
     assert headings == [(f"{n} at once", f"inflight, {n} at once") for n in (1, 2, 4, 64)]
     for place, part in enumerate(parts):
-        _, of_mode = tables([modes[place]])
-        assert labels_of(of_mode) <= labels_of(part)
+        _, mode_table = tables([modes[place]])
+        assert labels_of(mode_table) <= labels_of(part)
         assert part.rows[1][1].value == 4 * place, "the duration of its own first pass"
         part.print()
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -740,14 +742,14 @@ def test_passes_of_several_concurrencies_have_a_table_a_mode_and_a_summary(
 def test_a_table_is_no_wider_than_80_columns_but_for_two_modes(toy: Toy) -> None:
     """The labels of its rows are whole."""
     _, raw = toy("sequential", "inflight")
-    records = [parse_line(json.dumps(each), PassRecord) for each in raw]
+    records = [parse_line(json.dumps(raw_record), PassRecord) for raw_record in raw]
     many = [replace(records[0], name=f"endpoint{number}") for number in range(2, 9)]
     found = tables(many)[1:]
     assert [column.label for table in found for column in table.headings[1:]] == [
-        each.name for each in many
+        record.name for record in many
     ]
     assert len(found) == 2 and all(table._least_width() <= 80 for table in found)
-    wide = [replace(each, name=each.name * 4) for each in many[:3]]
+    wide = [replace(record, name=record.name * 4) for record in many[:3]]
     assert [len(table.columns) for table in tables(wide)[1:]] == [3, 2]
 
 
@@ -757,13 +759,13 @@ def labels_of(table: Table) -> set[str]:
 
 def test_a_mode_with_wrong_tokens_wins_nothing(toy: Toy) -> None:
     _, raw = toy("sequential", "inflight")
-    records = [parse_line(json.dumps(each), PassRecord) for each in raw]
+    records = [parse_line(json.dumps(raw_record), PassRecord) for raw_record in raw]
     wrong = replace(records[1], status="mismatch", metrics=None, num_differing=1)
     (summary, table, *_) = tables([records[0], wrong])
     assert summary.below == table.below == [] and table.rows[4][2] is None
     (brief,) = tables([records[0], wrong], is_verbose=False)
-    said = [f"inflight: {verdict_of(wrong)}"]
-    assert [line.text for line in brief.lead[:-1]] == said, "one that is wrong says all"
+    warnings = [f"inflight: {verdict_of(wrong)}"]
+    assert [line.text for line in brief.lead[:-1]] == warnings, "one that is wrong says all"
 
 
 def test_every_mode_ends_in_a_row_and_all_tokens_in_a_line(
@@ -771,7 +773,7 @@ def test_every_mode_ends_in_a_row_and_all_tokens_in_a_line(
 ) -> None:
     """All else is for `--verbose`, and what is emulated is said in any case."""
     _, raw = toy("sequential", "inflight")
-    records = [parse_line(json.dumps(each), PassRecord) for each in raw]
+    records = [parse_line(json.dumps(raw_record), PassRecord) for raw_record in raw]
     (brief,) = tables(records, is_verbose=False)
     assert [row[0] for row in brief.rows] == ["sequential", "inflight"]
     assert brief.lead[0].text == "verified: the other pass has the 10 tokens of sequential"
@@ -860,11 +862,11 @@ def test_the_memory_of_a_pass_is_the_sum_over_its_ranks(
     def all_gather(ours: Any, kind: Any, size: int) -> list[Any]:
         if kind is not OneRank:
             return original(ours, kind, size)
-        of_others = [
+        other_readings = [
             ours._replace(threads=threads, peak=peak or 0, is_peak_reset=peak is not None)
             for threads, peak in others
         ]
-        return [ours._replace(peak=100, is_peak_reset=True), *of_others]
+        return [ours._replace(peak=100, is_peak_reset=True), *other_readings]
 
     monkeypatch.setattr(runner_module, "all_gather_values", all_gather)
     _, (record,) = toy("ring")

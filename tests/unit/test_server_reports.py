@@ -111,7 +111,7 @@ def ended(request_id: int = 0, num_tokens: int = NUM_TOKENS) -> Request:
     return Request(request_id, (1, 2), SamplingParams(num_tokens), list(range(num_tokens)))
 
 
-def said(*counts: ReportedCounts, program: str = "vllm") -> ServerCounts:
+def answers_with(*counts: ReportedCounts, program: str = "vllm") -> ServerCounts:
     return ServerCounts(by_request=dict(enumerate((program, count) for count in counts)))
 
 
@@ -140,7 +140,7 @@ def test_an_answer_without_drafts_says_so() -> None:
     assert form["sglang"].read({"meta_info": running | {"finish_reason": {}}}) is None
     assert form["sglang"].read({"meta_info": running | {"finish_reason": {"type": "s"}}}) == NOTHING
     for event in ({}, {"metrics": None}, {"metrics": {}}, {"timings": 3}, {"meta_info": []}):
-        assert [each.read(event) for each in form.values()] == [None] * len(form)
+        assert [server.read(event) for server in form.values()] == [None] * len(form)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_counts_that_do_not_add_up_are_not_taken(changes: dict[str, Any], messag
     """Of no request, because the mean of the others would be of other requests."""
     odd = replace(COUNTS, **changes)
     requests = [ended(0), ended(1)]
-    verifications, report = conclude(said(COUNTS, odd), requests, lambda: None)
+    verifications, report = conclude(answers_with(COUNTS, odd), requests, lambda: None)
     assert not verifications.reported and report.source is None and report.program == "vllm"
     (problem,) = report.problems
     assert problem.startswith("request 1: ") and message in problem
@@ -215,12 +215,12 @@ def test_counts_at_their_bounds_are_taken(
 ) -> None:
     counts = ReportedCounts.of([Verification(*step, 1) for step in steps])
     requests = [ended(0, 1 + num_tokens)]
-    verifications, report = conclude(said(counts), requests, lambda: None)
+    verifications, report = conclude(answers_with(counts), requests, lambda: None)
     assert verifications.reported == {0: counts} and report.problems == []
 
 
 def test_an_answer_that_lacks_what_others_have_is_named() -> None:
-    _, report = conclude(said(COUNTS), [ended(0), ended(1)], lambda: None)
+    _, report = conclude(answers_with(COUNTS), [ended(0), ended(1)], lambda: None)
     assert report.problems == ["request 1 does not say what was drafted, as others do"]
 
 
@@ -278,7 +278,7 @@ def test_counters_fill_in_what_answers_lack() -> None:
     before = counters(text, BEFORE)
     after = counters(text, AFTER)
     requests = [ended()]
-    answers = said(ReportedCounts(11, 6), program="llama.cpp")
+    answers = answers_with(ReportedCounts(11, 6), program="llama.cpp")
     taken, report = conclude(answers, requests, lambda: count_pass(before, after, requests))
     assert report.source == BOTH and taken.reported_total == expected
     metrics = acceptance_metrics(taken, 1)
@@ -296,7 +296,7 @@ def test_counters_that_count_more_drafts_than_the_answers_are_not_taken() -> Non
     before = counters(text, BEFORE)
     after = counters(text, AFTER)
     requests = [ended()]
-    answers = said(ReportedCounts(9, 6), program="llama.cpp")
+    answers = answers_with(ReportedCounts(9, 6), program="llama.cpp")
     taken, report = conclude(answers, requests, lambda: count_pass(before, after, requests))
     assert report.source == ANSWERS and taken.reported_total is None
     assert report.problems == [
@@ -323,9 +323,11 @@ def test_reported_counts_give_the_metrics_of_the_same_verifications() -> None:
         for request in range(5)
     }
     expected = acceptance_metrics(Verifications(by_request=steps), 6)
-    whole = {request: ReportedCounts.of(each) for request, each in steps.items()}
+    whole = {request: ReportedCounts.of(verifications) for request, verifications in steps.items()}
     assert acceptance_metrics(Verifications(reported=whole), 6) == expected
-    without = {request: replace(each, steps=None, emitted=None) for request, each in whole.items()}
+    without = {
+        request: replace(counts, steps=None, emitted=None) for request, counts in whole.items()
+    }
     found = acceptance_metrics(Verifications(reported=without), 6)
     lacking = {name for name, value in found.items() if value != expected[name]}
     assert lacking == {

@@ -86,8 +86,8 @@ def test_tokens_that_were_found_are_not_prefilled() -> None:
     found = serving_metrics(REQUESTS, replace(COUNTS, moves=moves))
     speeds = 3 / 0.25, 1 / 1.5, 3 / 0.5
     assert found.request_prefill_tokens_per_s == pytest.approx(sum(speeds) / 3)
-    _, of_record, _ = describe_requests(REQUESTS, moves, 10.0)
-    assert (of_record.num_looked_up_tokens, of_record.joined_prefix_tokens) == (9, [2, 4])
+    _, looked_up, _ = describe_requests(REQUESTS, moves, 10.0)
+    assert (looked_up.num_looked_up_tokens, looked_up.joined_prefix_tokens) == (9, [2, 4])
 
 
 def test_tokens_of_one_step_have_no_gap() -> None:
@@ -145,7 +145,7 @@ def test_a_single_token_has_no_time_per_token() -> None:
     found = serving_metrics([REQUESTS[2]], COUNTS)
     kinds = (Throughput, RequestTimes)
     missing = {f.name for kind in kinds for f in fields(kind) if getattr(found, f.name) is None}
-    names = {f"{s}_{of}_ms" for s in ("mean", "p50", "p90", "p99") for of in ("tpot", "itl")}
+    names = {f"{s}_{time}_ms" for s in ("mean", "p50", "p90", "p99") for time in ("tpot", "itl")}
     rates = {"arrival_rate", "request_tokens_per_s", "request_goodput"}
     intervals = {"output_throughput_interval"}
     assert missing == {*names, *rates, *intervals, "steady_output_throughput"}

@@ -70,27 +70,30 @@ def test_a_flag_has_one_meaning_and_one_default() -> None:
 
 def check_meanings(flag: str) -> None:
     meanings: dict[str, list[tuple[str, Declared]]] = {}
-    for command, each in uses_of(flag):
-        meanings.setdefault(each.setting.help, []).append((command, each))
+    for command, declaration in uses_of(flag):
+        meanings.setdefault(declaration.setting.help, []).append((command, declaration))
     assert len(meanings) == 1 or (flag in TWO_MEANINGS and len(meanings) == 2), flag
     for uses in meanings.values():
         _, first = uses[0]
-        for command, each in uses:
-            assert each.flags[0] == first.flags[0]
-            assert each.setting.other_defaults == first.setting.other_defaults
+        for command, declaration in uses:
+            assert declaration.flags[0] == first.flags[0]
+            assert declaration.setting.other_defaults == first.setting.other_defaults
             if flag not in OWN_CHOICES:
-                assert each.setting.choices == first.setting.choices, command
-            is_said = command in each.setting.other_defaults
-            is_absent = each.default in (None, MISSING)
-            assert is_said or is_absent or is_equal(each.default, usual_default(uses)), command
+                assert declaration.setting.choices == first.setting.choices, command
+            is_said = command in declaration.setting.other_defaults
+            is_absent = declaration.default in (None, MISSING)
+            assert is_said or is_absent or is_equal(declaration.default, usual_default(uses)), (
+                command
+            )
 
 
 def usual_default(uses: list[tuple[str, Declared]]) -> Any:
     """The default of the commands that the setting does not name."""
     others = [
-        each.default
-        for command, each in uses
-        if command not in each.setting.other_defaults and each.default not in (None, MISSING)
+        declaration.default
+        for command, declaration in uses
+        if command not in declaration.setting.other_defaults
+        and declaration.default not in (None, MISSING)
     ]
     return others[0] if others else None
 
@@ -130,15 +133,15 @@ def test_a_flag_that_is_gone_is_answered_with_what_took_its_place(
         with pytest.raises(ValueError, match=f"a.toml, line 1: {answer}"):
             parser.read_file(TomlFile("--config", file))
         other = next((n for n in PARSERS if f"`magicdec {n} " in place), command)
-        named = {each.removeprefix("--") for each in re.findall(r"--\w+", place)}
+        named = {word.removeprefix("--") for word in re.findall(r"--\w+", place)}
         assert named <= set(PARSERS[other].names)
 
 
-def bad_values(each: Declared) -> list[tuple[str, str]]:
+def bad_values(declaration: Declared) -> list[tuple[str, str]]:
     """Texts that the setting refuses, each with what the refusal says after flag and text."""
-    limits = each.setting
+    limits = declaration.setting
     bad = list[tuple[str, str]]()
-    is_number = "int" in str(each.kind) or "float" in str(each.kind)
+    is_number = "int" in str(declaration.kind) or "float" in str(declaration.kind)
     if limits.least is not None and is_number:
         bad.append((f"{limits.least - 1:g}", f"is too small; it must be at least {limits.least:g}"))
     if limits.above is not None:
@@ -149,7 +152,7 @@ def bad_values(each: Declared) -> list[tuple[str, str]]:
         bad.append(("nonsense", f"is not known; choose from {', '.join(limits.choices)}"))
     elif is_number and limits.parse is None:
         bad.append(("nonsense", "is not"))
-    if "float" in str(each.kind) and limits.parse is None:
+    if "float" in str(declaration.kind) and limits.parse is None:
         bad += [("nan", "is not a finite number"), ("inf", "is not a finite number")]
     return bad
 
@@ -160,26 +163,28 @@ def test_what_a_setting_cannot_be_is_refused_in_one_line(command: str) -> None:
         check_refusals(placed)
 
 
-def check_refusals(each: Declared) -> None:
-    for text, reason in bad_values(each):
+def check_refusals(declaration: Declared) -> None:
+    for text, reason in bad_values(declaration):
         with pytest.raises(ValueError) as refused:
-            each.read([text] if each.is_list else text)
-        assert str(refused.value).startswith(f"{each.flag} {text} {reason}")
+            declaration.read([text] if declaration.is_list else text)
+        assert str(refused.value).startswith(f"{declaration.flag} {text} {reason}")
         assert "\n" not in str(refused.value)
-    if each.kind is not bool:
-        with pytest.raises(ValueError, match=f"{each.flag} True: give a value"):
-            each.read(True)
-    if each.is_list and (each.setting.choices or each.setting.is_set):
-        twice = [str(each.setting.choices[0] if each.setting.choices else 7)] * 2
-        if each.setting.can_repeat:
-            assert each.read(twice) == tuple(twice)
+    if declaration.kind is not bool:
+        with pytest.raises(ValueError, match=f"{declaration.flag} True: give a value"):
+            declaration.read(True)
+    if declaration.is_list and (declaration.setting.choices or declaration.setting.is_set):
+        twice = [str(declaration.setting.choices[0] if declaration.setting.choices else 7)] * 2
+        if declaration.setting.can_repeat:
+            assert declaration.read(twice) == tuple(twice)
             return
-        with pytest.raises(ValueError, match=f"{each.flag} names {twice[0]} twice"):
-            each.read(twice)
+        with pytest.raises(ValueError, match=f"{declaration.flag} names {twice[0]} twice"):
+            declaration.read(twice)
 
 
 def test_many_settings_have_bounds() -> None:
-    settings = [each for of_command in SETTINGS.values() for each in of_command]
+    settings = [
+        declaration for command_settings in SETTINGS.values() for declaration in command_settings
+    ]
     assert sum(bool(bad_values(setting)) for setting in settings) > 150
 
 

@@ -147,7 +147,7 @@ def test_it_pays() -> None:
     """Acceptance 0.8 is that of records: accepted / drafted tokens, here with 4 drafts a step."""
     found = {mode: run(mode, acceptance=conditional_rate(0.8, 4), gen_len=1000) for mode in MODES}
     assert found["pipeline+draft"].draft_acceptance_rate == pytest.approx(0.8, abs=0.04)
-    rates = {mode: each.tokens_per_s for mode, each in found.items()}
+    rates = {mode: result.tokens_per_s for mode, result in found.items()}
     assert rates["pipeinfer"] >= 1.5 * rates["pipeline+draft"]
     assert rates["pipeinfer"] >= 2 * rates["pipeline"]
 

@@ -205,7 +205,7 @@ def device(
     """What `wait_for_stream` waits for."""
     device = Device(request.param, clock)
     for module in (ring_stage, run_stage, recurrent):
-        monkeypatch.setattr(module, "wait_for_stream", lambda of: device.wait())
+        monkeypatch.setattr(module, "wait_for_stream", lambda _: device.wait())
     return device
 
 

@@ -200,7 +200,9 @@ def test_a_report_says_how_many_steps_stalled() -> None:
     stalls = {"stalled_steps": 2, "longest_stall_ms": 98.0, "longest_stall_median_ms": 1.5}
     assert record.metrics is not None
     other = replace(record, metrics=replace(record.metrics, **stalls))  # type: ignore[arg-type]
-    found = [stalls_line(frame_of([report_row(3, "", each, None)])) for each in (record, other)]
+    found = [
+        stalls_line(frame_of([report_row(3, "", stalled, None)])) for stalled in (record, other)
+    ]
     assert found[0] == [] and len(found[1]) == 1
     assert "2 of " in found[1][0] and "took 98 ms where the median is 1.5" in found[1][0]
     assert found[1][0].endswith("run 3, static.")

@@ -55,7 +55,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
 
     monkeypatch.setattr("time.perf_counter", device.clock)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(device))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda of: device.wait())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: device.wait())
     monkeypatch.setattr(ModelRunner, "_run_layers", launched)
     monkeypatch.setattr(Tensor, "tolist", waited)
     return device
@@ -114,7 +114,7 @@ def test_a_forward_alone_is_timed_from_its_start_to_its_end(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not what was started to prepare it."""
-    monkeypatch.setattr(forwards, "synchronize", lambda of: device.wait())
+    monkeypatch.setattr(forwards, "synchronize", lambda _: device.wait())
     forward = SimpleNamespace(
         prepare=lambda: device.launch(2.0),
         run=lambda: device.launch(FORWARD_S),

@@ -56,9 +56,9 @@ def configs(base: RunConfig) -> dict[str, RunConfig]:
     decoding = replace(base.decoding, ignore_eos=True)
     workload = replace(base.workload, batch_size=1, num_batches=BATCHES, warmup_batches=1)
     first = replace(base, decoding=decoding, workload=workload)
-    of_copy = replace(decoding, draft_weights="int8")
+    copy_decoding = replace(decoding, draft_weights="int8")
     others = [variant for variant in variants(first)[1:] if variant.decoding.gamma != 5]
-    all_configs = [*others, replace(first, decoding=of_copy)]
+    all_configs = [*others, replace(first, decoding=copy_decoding)]
     return {f"draft{number}": config for number, config in enumerate(all_configs)}
 
 
@@ -232,7 +232,7 @@ def test_without_time_drafts_and_then_batches_are_left_out(
     pace = Hurried(num_things)
     found = measure(few, pace)
     assert list(found.records) == (names or list(few))
-    assert all(any(text in each for each in found.left_out) for text in left_out)
+    assert all(any(text in note for note in found.left_out) for text in left_out)
     assert not found.is_interrupted and not found.is_broken
     assert pace.passes.count(BASELINE) == (1 if names else 2)
 
@@ -287,7 +287,7 @@ def test_a_workload_is_cut_down_to_the_time() -> None:
     fixed = frozenset[str]()
     whole = rates.seconds(asked, 10)
     assert fitting(asked, fixed, rates, 10, 2 * whole) == asked
-    sizes = [rates.seconds(each, 10) for each in smaller(asked, fixed)]
+    sizes = [rates.seconds(fewer, 10) for fewer in smaller(asked, fixed)]
     least = min(sizes)
     for seconds in (whole, whole / 3, 2 * least):
         found = fitting(asked, fixed, rates, 10, seconds)
@@ -318,7 +318,7 @@ def test_passes_show_their_number_and_the_time_that_is_left(
         pace.end()
     pace.begin("b")
     assert pace.label == "3/10, about 4 min left: b; "
-    said = capsys.readouterr().err
-    assert said == "1/10, about 4 min left\n2/10, about 4 min left\n"
+    printed = capsys.readouterr().err
+    assert printed == "1/10, about 4 min left\n2/10, about 4 min left\n"
     pace.next_group()
     assert pace.has_time(940.0) and not pace.has_time(941.0)

@@ -115,8 +115,8 @@ def test_a_system_is_its_declaration_and_a_line(
     done = run(folder, *words, *flags)
     assert done.returncode == 0, done.stderr
     first, resting = map(json.loads, (folder / "out.jsonl").read_text().splitlines())
-    assert [each["output_hash"] for each in resting["requests"]] == [
-        each["output_hash"] for each in first["requests"]
+    assert [request["output_hash"] for request in resting["requests"]] == [
+        request["output_hash"] for request in first["requests"]
     ]
     assert resting["status"] == "verified" and first["details"] is None
     assert resting["details"] == {"kind": "toy", "rests": 1}
@@ -126,8 +126,8 @@ def test_a_system_is_its_declaration_and_a_line(
     for shown in (done.stdout, again.stdout):
         assert "rests of a toy" in shown and "resting: a table of its own" in shown
     refused = run(folder, *words, "--modes", "sequential", "--rest_ms", "2")
-    said = "--rest_ms does nothing here: no mode of --modes sequential uses it; leave it out"
-    assert refused.returncode == 2 and said in refused.stderr
+    message = "--rest_ms does nothing here: no mode of --modes sequential uses it; leave it out"
+    assert refused.returncode == 2 and message in refused.stderr
 
 
 def test_what_it_declares_is_in_the_help(folder: Path) -> None:

@@ -175,7 +175,7 @@ def simulated(
     wider_gap = gap + 0.03 * normal(num_rows, length)
     moved = gap + 0.03 * normal(num_rows, length) * 2**0.5
     places = [row for row in range(num_rows) for _ in range(length)]
-    flat = [each.flatten() for each in (decode, verify, moved < 0, gap, wider_gap)]
+    flat = [values.flatten() for values in (decode, verify, moved < 0, gap, wider_gap)]
     return Errors(places, flat[0], flat[1], flat[2].double(), flat[3], flat[4])
 
 
@@ -184,7 +184,7 @@ def count_alarms(num_runs: int, **kind: Any) -> tuple[int, list[ForwardErrors]]:
     found = [
         judge_errors(simulated(generator, 4, 63, **kind), 252, 252, 1.25) for _ in range(num_runs)
     ]
-    return sum(bool(each.alarms) for each in found), found
+    return sum(bool(verdict.alarms) for verdict in found), found
 
 
 def test_honest_forwards_exceed_the_limits_once_in_a_thousand_runs() -> None:
@@ -194,8 +194,8 @@ def test_honest_forwards_exceed_the_limits_once_in_a_thousand_runs() -> None:
     alarms, found = count_alarms(150)
     at_most, _ = count_alarms(250, factor=1.25)
     assert alarms + at_most <= 3 and ALARM == 1e-3
-    expected = [each.expected_changed for each in found]
-    changed = [each.num_changed for each in found]
+    expected = [verdict.expected_changed for verdict in found]
+    changed = [verdict.num_changed for verdict in found]
     assert None not in expected and None not in changed
     # Predicted from the errors of the decode steps alone, and never much too small.
     ratio = sum(e for e in expected if e) / sum(c for c in changed if c)
@@ -204,7 +204,7 @@ def test_honest_forwards_exceed_the_limits_once_in_a_thousand_runs() -> None:
 
 def test_errors_as_large_as_the_verdict_says_would_have_been_seen() -> None:
     _, honest = count_alarms(50)
-    hidden = [each.hidden_error for each in honest if each.hidden_error is not None]
+    hidden = [verdict.hidden_error for verdict in honest if verdict.hidden_error is not None]
     assert len(hidden) == 50 and max(hidden) < 0.03
     seen, _ = count_alarms(200, added=max(hidden))
     assert seen >= 196
@@ -249,7 +249,7 @@ def test_errors_beyond_what_is_allowed_fire(dtype: str) -> None:
         judge_errors(simulated(generator, 4, 63, factor=1.5 * most), 252, 252, ALLOWED[dtype])
         for _ in range(60)
     ]
-    assert sum("error_ratio" in each.alarms for each in found) >= 59
+    assert sum("error_ratio" in verdict.alarms for verdict in found) >= 59
     assert ALLOWED == TOLERANCES
 
 
@@ -263,12 +263,12 @@ def test_limits_and_what_could_hide_by_hand() -> None:
     gaps = torch.full((320,), 1.0, dtype=torch.float64)
     errors = Errors([0] * 320, decode, decode * ratios.exp(), 0 * gaps, gaps, gaps)
     found = judge_errors(errors, 320, 320, 1.25)
-    of_mean = math.sqrt(8 * sum(value**2 for value in values) / 39) / math.sqrt(40)
-    limit = math.log(1.25) + 3.69851 * of_mean
+    mean_error = math.sqrt(8 * sum(value**2 for value in values) / 39) / math.sqrt(40)
+    limit = math.log(1.25) + 3.69851 * mean_error
     assert found.most_error_ratio == pytest.approx(math.exp(limit), rel=1e-4)
     largest = math.log(1.25) + 0.94 * 12.04518 * math.sqrt((0.2**2 + 0.1**2) / 3)
     assert found.most_largest_error_ratio == pytest.approx(math.exp(largest), rel=1e-4)
-    seen = limit + 2.42584 * of_mean  # in 99 of 100 runs
+    seen = limit + 2.42584 * mean_error  # in 99 of 100 runs
     hidden = 0.02 * math.sqrt(math.exp(seen) ** 2 - 1)  # squares of independent errors add up
     assert found.hidden_error == pytest.approx(hidden, rel=1e-4)
 
@@ -378,11 +378,11 @@ def test_groups_together_are_as_bad_as_the_worst(first: int, second: int) -> Non
     assert together.num_differing == (sum(count or 0 for count in counts) if has_all else None)
     judged = [check.correctness for check in checks]
     if found.num_diverged is not None:
-        assert found.num_diverged == sum(each.num_diverged or 0 for each in judged)
-        assert found.num_excused == sum(each.num_excused or 0 for each in judged)
+        assert found.num_diverged == sum(verdict.num_diverged or 0 for verdict in judged)
+        assert found.num_excused == sum(verdict.num_excused or 0 for verdict in judged)
     assert found.identical is (
         False
-        if any(each.identical is False for each in judged)
+        if any(verdict.identical is False for verdict in judged)
         else (None if UNCOMPARED in judged else True)
     )
     # A difference that nothing could judge is a wrong token where every pass has the same ones.

@@ -101,8 +101,8 @@ def test_rows_with_fewer_drafts_are_judged_as_by_themselves(is_drawn: bool) -> N
     resample = torch.rand(200, 5, generator=generator).double()
     counts = torch.arange(200) % 5
     accepted, ids = verify(drafts, q, p, accept, resample, counts)
-    of_greedy = count_accepted(drafts, p.argmax(-1), counts)
-    assert torch.equal(of_greedy, counts), "all drafts are the likeliest tokens"
+    greedy_counts = count_accepted(drafts, p.argmax(-1), counts)
+    assert torch.equal(greedy_counts, counts), "all drafts are the likeliest tokens"
     for row, n in enumerate(counts.tolist()):
         alone = slice(row, row + 1)
         drawn = None if q is None or n == 0 else q[alone, :n]

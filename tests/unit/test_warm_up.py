@@ -81,10 +81,14 @@ def test_pipelined_speculation_counts_and_shows_what_comes_after_it(
     assert first_run == warm_up.scheduler.counts.runs > 0
     (spans,) = trace.spans
     use = record.details
-    of = {what: [span.run for span in spans if span.what is what] for what in SpanKind}
-    assert of[SpanKind.STAGE] == of[SpanKind.RESULT] == list(range(first_run, first_run + num_runs))
-    assert sorted(of[SpanKind.PROMPT] + of[SpanKind.LAUNCH]) == of[SpanKind.STAGE]
-    assert of[SpanKind.DRAFT] == list(range(len(of[SpanKind.DRAFT]))) != []
+    runs_of = {what: [span.run for span in spans if span.what is what] for what in SpanKind}
+    assert (
+        runs_of[SpanKind.STAGE]
+        == runs_of[SpanKind.RESULT]
+        == list(range(first_run, first_run + num_runs))
+    )
+    assert sorted(runs_of[SpanKind.PROMPT] + runs_of[SpanKind.LAUNCH]) == runs_of[SpanKind.STAGE]
+    assert runs_of[SpanKind.DRAFT] == list(range(len(runs_of[SpanKind.DRAFT]))) != []
     assert use.runs == record.metrics.num_steps == num_runs
     assert use.layers_computed + use.layers_skipped == NUM_LAYERS * use.runs
     assert [len(request.output_ids) for request in head.requests.values()] == [

@@ -208,20 +208,20 @@ def test_ranks_meet_as_often_as_they_like(monkeypatch: pytest.MonkeyPatch) -> No
 def test_ranks_with_another_command_are_refused(other: str) -> None:
     """On every rank, where each would wait for what the other never says."""
     store = HashStore()
-    said = dict[int, str]()
+    messages = dict[int, str]()
 
     def rank(number: int, command: str) -> None:
         try:
             check_commands(Launch(number, 2, 0, 1), store, command)
         except ValueError as error:
-            said[number] = str(error)
+            messages[number] = str(error)
 
     first = threading.Thread(target=rank, args=(0, "magicdec run"))
     first.start()
     rank(1, other)
     first.join()
     line = f"rank 0 runs magicdec run, rank 1 runs {other}; start one command on all"
-    assert said == ({} if other == "magicdec run" else {0: line, 1: line})
+    assert messages == ({} if other == "magicdec run" else {0: line, 1: line})
 
 
 def test_between_hosts_the_first_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:

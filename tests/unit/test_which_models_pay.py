@@ -156,7 +156,7 @@ def test_what_is_said_of_contexts(pays: Any, monkeypatch: pytest.MonkeyPatch) ->
     place = pays.Place("llama-3.1-8b", pays.SPECS["h200"])
     way = pays.WAYS[0]
 
-    def said(*paying: int) -> str:
+    def paying_contexts(*paying: int) -> str:
         monkeypatch.setattr(
             pays.Place, "speedup", lambda self, way, B, S, level: (1.05 if S in paying else 1.0, 1)
         )
@@ -165,8 +165,8 @@ def test_what_is_said_of_contexts(pays: Any, monkeypatch: pytest.MonkeyPatch) ->
 
     asked = place.contexts(1)
     assert asked == [1 << n for n in range(10, 18)]
-    assert said(*asked) == "always" and said() == "never"
-    assert said(*asked[3:]) == "from 8k" and said(2048, 4096) == "2k to 4k"
+    assert paying_contexts(*asked) == "always" and paying_contexts() == "never"
+    assert paying_contexts(*asked[3:]) == "from 8k" and paying_contexts(2048, 4096) == "2k to 4k"
     assert place.pays(way, 4096) == "no room"
 
 
@@ -180,8 +180,8 @@ def test_a_cell_of_the_map_is_that_of_its_context_and_requests(pays: Any) -> Non
             return pays.BATCHES.index(B) < len(pays.BATCHES) - 1
 
         def speedup(self, way: Any, B: int, S: int) -> tuple[float, int]:
-            of = pays.CONTEXTS.index(S) if way.budget is not None else pays.BATCHES.index(B)
-            return 1.0 + 0.3 * of, 2
+            place = pays.CONTEXTS.index(S) if way.budget is not None else pays.BATCHES.index(B)
+            return 1.0 + 0.3 * place, 2
 
     ax = Figure().subplots()
     pays.draw_map(ax, Cell())
@@ -189,8 +189,10 @@ def test_a_cell_of_the_map_is_that_of_its_context_and_requests(pays: Any) -> Non
     assert texts == [[pays.thousands(S) for S in pays.CONTEXTS], list(map(str, pays.BATCHES))]
     cells = {(round(c.get_x()), round(c.get_y())): to_hex(c.get_facecolor()) for c in ax.patches}
     assert {*cells} == {(x, y) for x in range(len(texts[0]) - 1) for y in range(len(texts[1]) - 1)}
-    said = {tuple(int(end) for end in text.get_position()): text.get_text() for text in ax.texts}
+    cell_texts = {
+        tuple(int(end) for end in text.get_position()): text.get_text() for text in ax.texts
+    }
     for (x, y), colour in cells.items():
         pay = x > 0, y > 0
         assert colour == to_hex(pays.KINDS[(*pay, any(pay) and x > y)][1])
-        assert said[x, y] == (f"{1 + 0.3 * max(x, y):.1f}" if any(pay) else "")
+        assert cell_texts[x, y] == (f"{1 + 0.3 * max(x, y):.1f}" if any(pay) else "")

@@ -51,7 +51,7 @@ def plan_of_cells(groups: Sequence[Sequence[StudyCell]]) -> MemoryPlan:
                 for plan in model_plans_of(config, cell.resolved.models, 0)
             ]
             num_forks = room.num_forks if can_fork(config) else 0
-            own = plan_of([each.with_forks(num_forks) for each in plans_of_models])
+            own = plan_of([plan.with_forks(num_forks) for plan in plans_of_models])
             # The cache that all share.
             shared = replace(plans_of_models[0], row_tokens=room.max_tokens, rewound=None)
             forked = shared.with_forks(room.num_forks)

@@ -471,8 +471,8 @@ def _remarks(records: Sequence[AcceptanceRecord]) -> list[str]:
         lines.append(WHOLE_LOOKUPS)
     reasons = {record.inexact: record.draft for record in records if record.inexact}
     for reason in reasons:
-        of = dict.fromkeys(record.draft for record in records if record.inexact == reason)
-        lines.append(f"{', '.join(of)}: {reason}")
+        drafts = dict.fromkeys(record.draft for record in records if record.inexact == reason)
+        lines.append(f"{', '.join(drafts)}: {reason}")
     for context in dict.fromkeys(record.context for record in records):
         context_records = [record for record in records if record.context == context]
         num_short = max(record.num_short for record in context_records)

@@ -30,7 +30,7 @@ from magicdec.runner.request import Request
 from magicdec.speculation.steps.logits_recorder import LogitsRecorder
 
 ALARM = 1e-3  # the probability that honest forwards exceed one of the limits
-EACH = ALARM / 3
+TEST_ALARM = ALARM / 3
 SEEN = 0.99  # the probability that errors above `hidden_error` exceed a limit
 ALLOWED = {"float32": 3.0, "bfloat16": 1.25}  # by what factor errors of honest kernels differ
 BLOCK = 8  # neighbouring positions of a row, whose errors have causes in common
@@ -162,7 +162,7 @@ def errors_of(
     for first in range(0, len(places), room):
         group = places[first : first + room]
         measured += numbers_of([p for p in pairs if p.place in group], requests, texts)
-    measured.sort(key=lambda each: each[:2])
+    measured.sort(key=lambda measurement: measurement[:2])
     numbers = torch.stack([row for _, _, row in measured])
     return Errors([place for place, _, _ in measured], *numbers.unbind(1))
 
@@ -232,7 +232,7 @@ def judge_errors(
         most_largest_error_ratio=None if largest is None else math.exp(largest),
         num_changed=int(errors.is_changed.sum()),
         expected_changed=sum(chances),
-        most_num_changed=most_by_chance(chances, 1 - EACH),
+        most_num_changed=most_by_chance(chances, 1 - TEST_ALARM),
         hidden_error=None if seen is None else typical * math.sqrt(math.expm1(2 * seen)),
     )
 
@@ -241,7 +241,7 @@ def block_means(values: Tensor, places: Sequence[int]) -> Tensor:
     """The means of BLOCK neighbours of a row; a rest counts from half a block on."""
     means = list[Tensor]()
     for place in sorted(set(places)):
-        row = values[[i for i, each in enumerate(places) if each == place]]
+        row = values[[i for i, other in enumerate(places) if other == place]]
         parts = [part for part in row.split(BLOCK) if 2 * len(part) >= BLOCK]
         means += [part.mean() for part in parts]
     return torch.stack(means) if means else values.new_empty(0)
@@ -254,7 +254,7 @@ def mean_limits(blocks: Tensor, allowed: float) -> tuple[float | None, float | N
     if len(blocks) < FEWEST_BLOCKS:
         return None, None
     error = blocks.std().item() / math.sqrt(len(blocks))
-    limit = math.log(allowed) + quantile(freedom, 1 - 2 * EACH) * error
+    limit = math.log(allowed) + quantile(freedom, 1 - 2 * TEST_ALARM) * error
     return limit, limit + quantile(freedom, 2 * SEEN - 1) * error
 
 
@@ -265,7 +265,7 @@ def largest_limit(ratios: Tensor, allowed: float) -> float | None:
         return None
     middle = ratios.median()
     spread = (middle - ratios[ratios <= middle]).square().mean().sqrt().item()
-    deviations = TAIL_SCALE * quantile(TAIL_FREEDOM, 1 - 2 * EACH / len(ratios))
+    deviations = TAIL_SCALE * quantile(TAIL_FREEDOM, 1 - 2 * TEST_ALARM / len(ratios))
     return math.log(allowed) + deviations * spread
 
 

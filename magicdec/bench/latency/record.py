@@ -295,8 +295,8 @@ def _table_of(record: LatencyRecord) -> Table:
     }
     below = [
         f"{label}, where none is shown: {reason}"
-        for label, each in reasons.items()
-        for reason in dict.fromkeys(filter(None, each))
+        for label, row_reasons in reasons.items()
+        for reason in dict.fromkeys(filter(None, row_reasons))
     ]
     return Table(columns, lines, title=_title(record), below=below)
 

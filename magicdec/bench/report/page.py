@@ -207,15 +207,15 @@ def machines_table(every: pd.DataFrame) -> PageTable:
     labels = [*MACHINE, "passes", "read, GB/s", f"largest {DESCRIBED[NET].label}", "way"]
     labels += ["B", LABELS["prefix_len"], "run"]
     rows = []
-    for names, of in every.groupby(list(MACHINE), sort=True):
-        known = quiet(of[of[NET].notna()]) if NET in of else of[:0]
+    for names, alike in every.groupby(list(MACHINE), sort=True):
+        known = quiet(alike[alike[NET].notna()]) if NET in alike else alike[:0]
         best = [MISSING, *[None] * 4]
         if not known.empty:
             run = best_last(known, NET).iloc[-1]
             best = [metric_cell(run, NET, DESCRIBED[NET])]
             best += [run[name] for name in ("method", "B", "prefix_len", "run")]
-        read = of[f"{ENVIRONMENT}read_bandwidth_bytes_per_s"].dropna().astype(float)
-        rows.append([*names, len(of), extent(read / 1e9), *best])
+        read = alike[f"{ENVIRONMENT}read_bandwidth_bytes_per_s"].dropna().astype(float)
+        rows.append([*names, len(alike), extent(read / 1e9), *best])
     return PageTable(labels, rows, "Machines and models", name="machines")
 
 
@@ -341,7 +341,7 @@ def summary(passes: pd.DataFrame) -> list[str]:
     ]
     kinds = {"net_speedup": "all the time after prefill (net)", "speedup": "decode steps"}
     quiet_note = ", in the passes on a quiet host" if len(quiet(passes)) < len(passes) else ""
-    for name, of in kinds.items():
+    for name, kind_text in kinds.items():
         known = quiet(passes[passes[name].notna()])
         if known.empty:
             continue
@@ -350,7 +350,7 @@ def summary(passes: pd.DataFrame) -> list[str]:
         ends = [best[f"{name}_interval_{end}"] for end in ("low", "high")]
         which = "largest value" if None in ends else "interval that begins highest"
         lines.append(
-            f"Speedup over {BASELINE} decoding, of {of}: {values.min():.2f}x to "
+            f"Speedup over {BASELINE} decoding, of {kind_text}: {values.min():.2f}x to "
             f"{values.max():.2f}x{quiet_note}. The {which} is that of run {best['run']}, "
             f"{metric_cell(best, name, DESCRIBED[name]).text}: {best['method']}, B {best['B']}, "
             f"prefix {best['prefix_len']}."

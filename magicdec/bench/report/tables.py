@@ -179,15 +179,15 @@ def environments_table(every: pd.DataFrame) -> PageTable:
     rows = []
     # Lists, which cannot be grouped by, are shown as text.
     every = every.assign(**{key: every[key].map(_listed) for key in keys})
-    for _, of in every.groupby(keys, dropna=False, sort=False):
+    for _, alike in every.groupby(keys, dropna=False, sort=False):
         load, read, times = (
-            of[f"{ENVIRONMENT}{name}"].dropna()
+            alike[f"{ENVIRONMENT}{name}"].dropna()
             for name in ("host_load", "read_bandwidth_bytes_per_s", "time_utc")
         )
         rows.append(
             [
-                ranges(of["run"].tolist()),
-                *of.iloc[0][keys],
+                ranges(alike["run"].tolist()),
+                *alike.iloc[0][keys],
                 extent(load),
                 extent(read / 1e9),
                 times.min(),
@@ -210,9 +210,9 @@ def commands_table(every: pd.DataFrame) -> PageTable:
     frame = every.drop_duplicates("run").rename(columns=COMMANDS)[list(COMMANDS.values())]
     rows = list[Sequence[object]]()
     anchors = list[list[int]]()
-    for names, of in frame.groupby(["command", "commit", "file"], dropna=False, sort=False):
+    for names, alike in frame.groupby(["command", "commit", "file"], dropna=False, sort=False):
         command, commit, file = names
-        numbers = of["run"].unique().tolist()
+        numbers = alike["run"].unique().tolist()
         anchors.append(numbers)
         revision = commit if isinstance(commit, str) else "unknown"
         rows.append(
@@ -220,8 +220,8 @@ def commands_table(every: pd.DataFrame) -> PageTable:
                 Shown(ranges(numbers), numbers[0]),
                 command,
                 revision,
-                of["start"].min(),
-                of["start"].max(),
+                alike["start"].min(),
+                alike["start"].max(),
                 Path(file).name,
             ]
         )
@@ -251,7 +251,9 @@ def ranges(numbers: Sequence[int]) -> str:
     """Sorted numbers in short, such as `1-3, 7`."""
     ordered = pd.Series(sorted(set(numbers)))
     groups = ordered.groupby(ordered - ordered.index)
-    return ", ".join(f"{of.min()}-{of.max()}" if len(of) > 1 else f"{of.min()}" for _, of in groups)
+    return ", ".join(
+        f"{span.min()}-{span.max()}" if len(span) > 1 else f"{span.min()}" for _, span in groups
+    )
 
 
 def extent(values: pd.Series) -> str:

@@ -149,7 +149,7 @@ class DraftTrials:
     def _groups(self, prepared: Mapping[str, Prepared]) -> list[dict[str, Prepared]]:
         """Runs to measure together: with the same state after prefill, and the same draft where
         memory is short."""
-        cells = [StudyCell(each, name, each) for name, each in prepared.items()]
+        cells = [StudyCell(run, name, run) for name, run in prepared.items()]
         groups = grouped(cells, lambda cell: (cell.model_key, cell.prompts_key))
         parts = [
             part

@@ -106,44 +106,44 @@ class Parser(argparse.ArgumentParser):
         for name, section in sections.items():
             group = self.add_argument_group(name)
             kind = section if isinstance(section, type) else type(section)
-            for field, each in declared(kind).items():
+            for field, declaration in declared(kind).items():
                 if only is None or field in only.get(name, (field,)):
                     default = getattr(section, field, MISSING)
                     more = (aliases or {}).get(f"{name}.{field}", ())
-                    first = self._declared_before(each)
+                    first = self._declared_before(declaration)
                     self.owners.setdefault(first or f"{name}.{field}", []).append(name)
                     if first is None:
-                        self._add_setting(group, f"{name}.{field}", each, default, more)
+                        self._add_setting(group, f"{name}.{field}", declaration, default, more)
 
-    def _declared_before(self, each: Declared) -> str | None:
+    def _declared_before(self, declaration: Declared) -> str | None:
         """The name of a setting of the same flag, which another section has declared."""
-        found = [name for name, other in self.settings.items() if other.flag == each.flag]
-        return found[0] if found and each.flag.startswith("-") else None
+        found = [name for name, other in self.settings.items() if other.flag == declaration.flag]
+        return found[0] if found and declaration.flag.startswith("-") else None
 
     def _add_setting(
-        self, group: Any, name: str, each: Declared, default: Any, aliases: Sequence[str]
+        self, group: Any, name: str, declaration: Declared, default: Any, aliases: Sequence[str]
     ) -> None:
-        flags = list(dict.fromkeys([*each.flags, *aliases]))
-        spelt = replace(each.setting, flags=tuple(flags))
-        self.settings[name] = replace(each, default=default, setting=spelt)
+        flags = list(dict.fromkeys([*declaration.flags, *aliases]))
+        spelt = replace(declaration.setting, flags=tuple(flags))
+        self.settings[name] = replace(declaration, default=default, setting=spelt)
         options: dict[str, Any] = {
             "default": argparse.SUPPRESS,
             "help": help_text(self.settings[name]),
         }
-        if each.flag.startswith("-"):
+        if declaration.flag.startswith("-"):
             options |= {"dest": name, "required": default is MISSING}
-        elif default is not MISSING and not each.is_list:
+        elif default is not MISSING and not declaration.is_list:
             options["nargs"] = "?"
-        if each.kind is bool:
+        if declaration.kind is bool:
             options |= {"action": "store_const", "const": not default}
         else:
-            options["metavar"] = each.metavar
-            if each.takes_several:
-                options["nargs"] = "*" if each.setting.can_be_empty else "+"
-            if each.setting.choices:
-                options["choices"] = each.setting.choices
-                is_listed = each.flag.startswith("-") and not each.setting.metavar
-                options["metavar"] = None if is_listed else each.metavar
+            options["metavar"] = declaration.metavar
+            if declaration.takes_several:
+                options["nargs"] = "*" if declaration.setting.can_be_empty else "+"
+            if declaration.setting.choices:
+                options["choices"] = declaration.setting.choices
+                is_listed = declaration.flag.startswith("-") and not declaration.setting.metavar
+                options["metavar"] = None if is_listed else declaration.metavar
         group.add_argument(*flags, **options)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -205,7 +205,9 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(words)
         if unknown:
             raise ValueError(f"unknown argument {unknown[0]}; {self._meant(unknown[0])}")
-        names = {each.flag: name for name, each in self.settings.items() if "." in name}
+        names = {
+            declaration.flag: name for name, declaration in self.settings.items() if "." in name
+        }
         return {names.get(name, name): text for name, text in vars(parsed).items()}
 
     def refuse_gone(self, word: str) -> None:
@@ -236,7 +238,9 @@ class Parser(argparse.ArgumentParser):
     def names(self) -> dict[str, str]:
         """The names of settings by their flags' spellings without dashes."""
         return {
-            flag.lstrip("-"): name for name, each in self.settings.items() for flag in each.flags
+            flag.lstrip("-"): name
+            for name, declaration in self.settings.items()
+            for flag in declaration.flags
         }
 
     def _read_keys(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,22 +252,22 @@ class Parser(argparse.ArgumentParser):
                 raise ValueError(f"{key!r} is not the name of a flag; {most_like(key, names)}")
             if names[key] in result:
                 raise ValueError(f"{key} is a second spelling of another flag there")
-            each = self.settings[names[key]]
-            if each.kind is not bool:
-                result[names[key]] = each.read(value)
+            declaration = self.settings[names[key]]
+            if declaration.kind is not bool:
+                result[names[key]] = declaration.read(value)
             elif not isinstance(value, bool):
                 raise ValueError(f"{key} is a switch; give true or false")
             elif value:
-                result[names[key]] = not each.default
+                result[names[key]] = not declaration.default
         return result
 
 
-def help_text(each: Declared) -> str:
+def help_text(declaration: Declared) -> str:
     """The help of a setting with its default in this command."""
-    default = each.default
-    text = each.setting.help
-    if default is None or default is MISSING or default == () or each.kind is bool:
-        shown = "" if "Default: " in text else each.setting.other_defaults
+    default = declaration.default
+    text = declaration.setting.help
+    if default is None or default is MISSING or default == () or declaration.kind is bool:
+        shown = "" if "Default: " in text else declaration.setting.other_defaults
     else:
         shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
     return (f"{text} [{shown}]" if shown else text).replace("%", "%%")

@@ -64,11 +64,13 @@ def given_flags(values: ParsedValues) -> dict[str, Any]:
     """The user's flags as in a file of `--config`, without files to write: for the record of a
     prediction."""
     flags = {}
-    for name, each in values.settings.items():
+    for name, declaration in values.settings.items():
         section, _, key = name.partition(".")
         if name in values.given and key not in UNRECORDED:
             value = getattr(values.sections[section], key)
             parts = value if isinstance(value, tuple) else (value,)
             plain = [part if isinstance(part, int | float) else str(part) for part in parts]
-            flags[each.flag.removeprefix("--")] = plain if isinstance(value, tuple) else plain[0]
+            flags[declaration.flag.removeprefix("--")] = (
+                plain if isinstance(value, tuple) else plain[0]
+            )
     return flags

@@ -202,7 +202,7 @@ def _write_safetensors(
 
 
 def _flat(parts: Mapping[str, Tensors]) -> Tensors:
-    return {name: each for written in parts.values() for name, each in written.items()}
+    return {name: tensor for written in parts.values() for name, tensor in written.items()}
 
 
 def _values(source: WeightSource, name: str, rows: slice, written: Tensors) -> dict[str, Tensor]:

@@ -105,8 +105,8 @@ class GgufWeights(FileWeights):
         for name, tensor in file.tensors.items():
             theirs = hf_name(name, names, architecture.mlp_norm)
             if config.experts is not None and STACKED.match(name):
-                each = expert_tensors(tensor)
-                self._stored |= {theirs.format(i): matrix for i, matrix in enumerate(each)}
+                matrices = expert_tensors(tensor)
+                self._stored |= {theirs.format(i): matrix for i, matrix in enumerate(matrices)}
             elif name != ROPE_DIVISORS:
                 self._stored[theirs] = tensor
 

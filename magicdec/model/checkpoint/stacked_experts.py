@@ -82,7 +82,7 @@ class UnstackedExperts(WeightSource):
         shape = self.tensors[name].shape
         whole = (*index, *[slice(None)] * (len(shape) - len(index)))
         outputs, *inputs = (
-            slice(*each.indices(size)[:2]) for each, size in zip(whole, shape, strict=True)
+            slice(*part.indices(size)[:2]) for part, size in zip(whole, shape, strict=True)
         )
         stored = slice(share.step * outputs.start, share.step * outputs.stop)
         own = slice(share.expert, share.expert + 1)

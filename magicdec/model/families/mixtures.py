@@ -106,7 +106,7 @@ def kinds_of_mixture(raw: ConfigFields, windows: Sequence[int | None]) -> tuple[
     if not isinstance(stated, list) or not all(type(layer) is int for layer in stated):
         raise ValueError(f"mlp_only_layers {shown(stated)} is no list of numbers of layers")
     dense = {layer for layer in range(len(windows)) if (layer + 1) % step} | set(stated)
-    layer_kinds = tuple(LayerKind(each, has_mlp=i in dense) for i, each in enumerate(windows))
+    layer_kinds = tuple(LayerKind(window, has_mlp=i in dense) for i, window in enumerate(windows))
     return layer_kinds[:1] if len(set(layer_kinds)) == 1 else layer_kinds
 
 

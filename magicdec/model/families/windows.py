@@ -35,7 +35,7 @@ def layer_types(raw: ConfigFields) -> list[str] | None:
 def check_alike(types: Sequence[str]) -> None:
     """Raise ValueError if a family whose layers all have one window has types that differ."""
     if len(set(types)) > 1:
-        first = next(i for i, each in enumerate(types) if each != types[0])
+        first = next(i for i, layer_type in enumerate(types) if layer_type != types[0])
         raise ValueError(
             f"layer_types mixes {types[0]} (layer 0) and {types[first]} (layer {first}), which "
             "this architecture does not compute; MinistralForCausalLM does"

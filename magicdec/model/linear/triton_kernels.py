@@ -76,10 +76,10 @@ def multiply_groups(
     is_output = n < num_outputs
     is_row = m < num_rows
     GROUPS: tl.constexpr = WIDTH // GROUP
-    EACH: tl.constexpr = ((GROUPS + STEP - 1) // STEP + SPLITS - 1) // SPLITS * STEP
+    SPLIT_GROUPS: tl.constexpr = ((GROUPS + STEP - 1) // STEP + SPLITS - 1) // SPLITS * STEP
     SPAN: tl.constexpr = GROUP * BITS // 8  # bytes of a group, or inputs that a byte's half has
-    first = tl.program_id(2) * EACH
-    last = tl.minimum(first + EACH, GROUPS)
+    first = tl.program_id(2) * SPLIT_GROUPS
+    last = tl.minimum(first + SPLIT_GROUPS, GROUPS)
     k = tl.arange(0, SPAN)
     numbers_at = weight + n.to(tl.int64)[:, None] * (WIDTH * BITS // 8) + k[None, :]
     x_at = x + m.to(tl.int64)[None, :] * WIDTH + k[:, None]

@@ -66,12 +66,12 @@ class Cluster:
 
     def machine(self, nodes: int, stages: int) -> SimulatedMachine:
         """The first stages have one more layer if they do not divide."""
-        each, rest = divmod(self.num_layers, stages)
+        num_layers, rest = divmod(self.num_layers, stages)
         width = nodes // stages
         layer_s = self.model_s / self.num_layers / width
         layer_s += 2 * self.all_reduce_s if width > 1 else 0.0
-        times = tuple(layer_s * (each + (stage < rest)) for stage in range(stages))
-        return replace(self.base, stage_s=times, layers=each)
+        times = tuple(layer_s * (num_layers + (stage < rest)) for stage in range(stages))
+        return replace(self.base, stage_s=times, layers=num_layers)
 
 
 def divisions(
@@ -159,10 +159,10 @@ class Pipeline:
                 busy = self._busy_s(stage, rows)
                 end = start + busy
                 if cancelled_s is not None and cancelled_s[stage] < end:
-                    each = busy / layers
-                    done = math.ceil((cancelled_s[stage] - start) / each)
+                    layer_s = busy / layers
+                    done = math.ceil((cancelled_s[stage] - start) / layer_s)
                     if done < layers:
-                        end = start + done * each
+                        end = start + done * layer_s
                         layers = done
                         is_void = True
             sent = end if before is None else max(end, before.sent_s[stage])

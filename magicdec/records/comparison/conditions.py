@@ -243,7 +243,7 @@ def flags_of_sampling(section: Any) -> list[str]:
     if not isinstance(section, Mapping):  # of a record from elsewhere
         return []
     known = declared(SamplingSection)
-    values = {name: section.get(name, each.default) for name, each in known.items()}
+    values = {name: section.get(name, declaration.default) for name, declaration in known.items()}
     return [f"{known[n].flag} {v:g}" for n, v in values.items() if v != known[n].default]
 
 
@@ -253,7 +253,7 @@ def _flags_of_policy(policy: str | None, kv: Mapping[str, Any]) -> list[str]:
     settings = declared(KVSection)
     section = KVSection(policy, kv["budget"])
     section = replace(section, num_sink_tokens=kv.get("num_sink_tokens", section.num_sink_tokens))
-    usual = {name: each.default for name, each in settings.items()}
+    usual = {name: declaration.default for name, declaration in settings.items()}
     usual |= {"budget": None, "recent_window": section.num_recent_tokens}
     known = policy_called(policy).settings if policy in KV_POLICIES else tuple(SHORT_NAMES)
     values = {name: kv.get(name) for name in SHORT_NAMES if name in known}

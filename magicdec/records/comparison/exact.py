@@ -72,7 +72,9 @@ def why_other_drafts(new: JudgedRecord, old: JudgedRecord) -> str | None:
         if not drafts_by_text(new):
             return "which drafts are made and judged follows from measured times"
         positions = [
-            each.position for record in (new, old) for each in record.verifications().every
+            verification.position
+            for record in (new, old)
+            for verification in record.verifications().every
         ]
         if None in positions:
             return "a record does not say where its drafts were; renew it"
@@ -84,7 +86,7 @@ def why_other_drafts(new: JudgedRecord, old: JudgedRecord) -> str | None:
 def are_judged_by_time(record: JudgedRecord) -> bool:
     """Whether times decide which drafts are judged, so that only drafts at the same place of the
     same text can be compared: where they run ahead of the newest token, and say where they are."""
-    return any(each.position is not None for each in record.verifications().every)
+    return any(verification.position is not None for verification in record.verifications().every)
 
 
 def drafts_by_text(record: JudgedRecord) -> bool:

@@ -56,13 +56,13 @@ def values_of(records: Iterable[Record]) -> dict[str, RecordedValues]:
         if isinstance(record, MeasuredRecord):
             mode = fields.get("name")
             workload = record.config.get("workload")
-            of = [model["model"], model["dtype"], model.get("target_dtype"), mode, workload]
-            of.append(record.environment.world_size)
+            parts = [model["model"], model["dtype"], model.get("target_dtype"), mode, workload]
+            parts.append(record.environment.world_size)
             machine = {key: getattr(record.environment, key) for key in MACHINE_KEYS}
             name = f"{mode or record.kind}: {model['model']} ({model['dtype']})"
         else:
-            of = [{key: value for key, value in record.config.items() if key != "flags"}]
-        key = json.dumps([record.kind, *of], sort_keys=True)
+            parts = [{key: value for key, value in record.config.items() if key != "flags"}]
+        key = json.dumps([record.kind, *parts], sort_keys=True)
         values = found.setdefault(key, RecordedValues(name, machine))
         values.machine = machine
         for part in PARTS:
@@ -91,9 +91,9 @@ def leaves(name: str, value: object, places: Iterable[str]) -> Iterator[tuple[st
             yield from leaves(f"{name}.{key}", inner, places)
     elif isinstance(value, list):
         for number, inner in enumerate(value):
-            of = {key: inner.get(key) for key in places} if isinstance(inner, dict) else {}
+            values = {key: inner.get(key) for key in places} if isinstance(inner, dict) else {}
             words = (
-                v if isinstance(v, str) else f"{k} {v}" for k, v in of.items() if v is not None
+                v if isinstance(v, str) else f"{k} {v}" for k, v in values.items() if v is not None
             )
             yield from leaves(f"{name}[{', '.join(words) or number}]", inner, places)
     else:

@@ -196,8 +196,8 @@ class Executor:
             raise Cancelled(fields[0].layers_done)
         for shown in seen:
             shown.show()
-        for each, own in zip(forwards, out.split(counts), strict=True):
-            each.out = own.view(len(each.x), each.num_outputs, model.width_out)
+        for enqueued, own in zip(forwards, out.split(counts), strict=True):
+            enqueued.out = own.view(len(enqueued.x), enqueued.num_outputs, model.width_out)
         return list(map(_keys_seen, calls)), not fields[0].not_finite
 
     def _let_see(self, forward: EnqueuedForward, call: CallFields) -> SeenForward:
@@ -305,14 +305,14 @@ class Executor:
         if offsets is not None:
             tensors.append(offsets[view.row_index])
         x_pointer, rows, seq_lens, committed, *_ = (tensor.data_ptr() for tensor in tensors)
-        for fields, each in zip(view_fields, views.distinct, strict=True):
-            ranges = each.ranges.contiguous()  # [B, R, 2] or [L, B, G, R, 2]
+        for fields, kv_view in zip(view_fields, views.distinct, strict=True):
+            ranges = kv_view.ranges.contiguous()  # [B, R, 2] or [L, B, G, R, 2]
             tensors.append(ranges)
             fields.ranges = ranges.data_ptr()
-            fields.layers = ranges.shape[0] if each.per_head else 1
-            fields.heads = ranges.shape[2] if each.per_head else 1
+            fields.layers = ranges.shape[0] if kv_view.per_head else 1
+            fields.heads = ranges.shape[2] if kv_view.per_head else 1
             fields.num_ranges = ranges.shape[-2]
-            fields.window = each.window or 0
+            fields.window = kv_view.window or 0
         tokens, hidden = (x_pointer, None) if self.model.has_embedding else (None, x_pointer)
         call = CallFields(
             *x.shape[:2],

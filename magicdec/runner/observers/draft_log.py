@@ -136,11 +136,11 @@ class DraftLog(ForwardObserver):
         for _ in range(num_forwards):
             for place, row in enumerate(view.rows):
                 hashed = num_read = 0
-                for each, view_ranges, layers in zip(
+                for layer_view, view_ranges, layers in zip(
                     views.distinct, ranges, windows.layers, strict=True
                 ):
                     row_ranges = view_ranges[:, place]  # [L or 1, G or 1, R, 2]
-                    hashed += self._hash(each.cache, row, row_ranges, shifts[place], layers)
+                    hashed += self._hash(layer_view.cache, row, row_ranges, shifts[place], layers)
                     keys = int((row_ranges[0, 0, :, 1] - row_ranges[0, 0, :, 0]).sum())
                     num_read += len(layers) * keys
                 log = self._rows.setdefault(row, RowLog())

@@ -59,9 +59,9 @@ class PromptQueries(ForwardObserver):
         """Queries [B, count, H, D] by layer of the newest `count` tokens of `rows` with prompts
         of `lengths`; empty if not kept."""
         prompts = [self._rows.get(row) for row in rows]
-        for each, length in zip(prompts, lengths, strict=True):
-            num_kept = 0 if each is None else min(self.num_tokens, each.num_computed)
-            if each is None or each.prompt_length != length or num_kept < count:
+        for prompt, length in zip(prompts, lengths, strict=True):
+            num_kept = 0 if prompt is None else min(self.num_tokens, prompt.num_computed)
+            if prompt is None or prompt.prompt_length != length or num_kept < count:
                 return []
         layers = [prompt.layers for prompt in prompts if prompt is not None]
         return [

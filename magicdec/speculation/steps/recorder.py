@@ -60,20 +60,20 @@ def record(
     def restore() -> None:
         for tensor, value in zip(state, tensors, strict=True):
             tensor.copy_(value)
-        for each, earlier in zip(counts, before, strict=True):
-            each.go_back(earlier)
+        for current, earlier in zip(counts, before, strict=True):
+            current.go_back(earlier)
 
     work()
-    differences = [each.minus(earlier) for each, earlier in zip(counts, before, strict=True)]
+    differences = [current.minus(earlier) for current, earlier in zip(counts, before, strict=True)]
     restore()
     replay = recorder.record(work)
     restore()
 
     # The default argument keeps `work` alive, and with it the tensors that the capture reads.
     def run(_reads: RecordedWork = work) -> Tensor:
-        for each, difference in zip(counts, differences, strict=True):
-            each.num_forwards += difference.num_forwards
-            each.num_tokens += difference.num_tokens
+        for current, difference in zip(counts, differences, strict=True):
+            current.num_forwards += difference.num_forwards
+            current.num_tokens += difference.num_tokens
         return replay()
 
     return run

@@ -200,7 +200,7 @@ class Speculative:
 
 def _rows_with(batch: Batch, counts: Sequence[int], count: int) -> Batch:
     pairs = zip(batch.requests, counts, strict=True)
-    return Batch(tuple(request for request, each in pairs if each == count))
+    return Batch(tuple(request for request, own_count in pairs if own_count == count))
 
 
 def speculative(setup: Setup) -> Speculative:

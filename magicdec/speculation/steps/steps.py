@@ -207,7 +207,7 @@ class DecodeSteps:
         num_tokens = 0
         forwards = list[EnqueuedForward]()
         for count in sorted(set(counts)):
-            members = [place for place, each in enumerate(counts) if each == count]
+            members = [place for place, own_count in enumerate(counts) if own_count == count]
             new_tokens = tokens[members, : 1 + count]
             member_batch = ForwardBatch(new_tokens, [rows[place] for place in members])
             forwards.append(self.runner.enqueue(member_batch))

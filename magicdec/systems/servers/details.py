@@ -105,9 +105,9 @@ class ServerCounts:
         details = part_of(part_of(event, "usage") or {}, "prompt_tokens_details") or {}
         if (count := details.get("cached_tokens")) is not None:
             self.cached[request_id] = count
-        for name, each in self.formats.items():
+        for name, report_format in self.formats.items():
             try:
-                counts = each.read(event)
+                counts = report_format.read(event)
             except ValueError as error:
                 self.problems[request_id] = str(error)
                 continue
@@ -172,7 +172,9 @@ def _checked_answers(
     right, or lacks what others have."""
     for request_id, problem in sorted(server_counts.problems.items()):
         raise ValueError(f"request {request_id}: {problem}")
-    counts = {request_id: each for request_id, (_, each) in server_counts.by_request.items()}
+    counts = {
+        request_id: reported for request_id, (_, reported) in server_counts.by_request.items()
+    }
     if not counts:
         return {}
     for request_id, num_tokens in lengths.items():

@@ -110,7 +110,7 @@ def stage_times(
 
 
 def explain(counts: Sequence[int], times: Sequence[StageTimes], source: str) -> str:
-    stages = [each.seconds(count) for count, each in zip(counts, times, strict=True)]
+    stages = [time.seconds(count) for count, time in zip(counts, times, strict=True)]
     layers = sorted({1e3 * time.layer_s for time in times})
     beside = ", ".join(f"{1e3 * time.fixed_s:.3g}" for time in times)
     predicted = ", ".join(f"{1e3 * stage_s:.3g}" for stage_s in stages)

@@ -56,7 +56,7 @@ def _ask(other: int) -> Ahead:
         dist.recv(answer, other)
         error_s = (time.perf_counter() - begin_s) / 2
         comparisons.append(Ahead(answer.item() - begin_s - error_s, error_s))
-    return min(comparisons, key=lambda each: each.error_s)
+    return min(comparisons, key=lambda comparison: comparison.error_s)
 
 
 def gather_spans(spans: Spans, clocks: Sequence[Ahead]) -> list[Spans]:

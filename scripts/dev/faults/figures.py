@@ -9,8 +9,8 @@ PASSES = "bench/report/figures/passes.py"
 SERVED = "bench/report/figures/served.py"
 PANELS = "bench/report/figures/panels.py"
 
-ACROSS = "of[x].astype(float) / scale,\n"
-UP = "of[y].astype(float) / scale,\n"
+ACROSS = "rows[x].astype(float) / scale,\n"
+UP = "rows[y].astype(float) / scale,\n"
 
 PROPERTIES = (
     Property(
@@ -56,8 +56,8 @@ PROPERTIES = (
             Fault(
                 "the bytes of a median step",
                 PASSES,
-                'of["mean_step_ms"].astype(float) / 1e3',
-                'of["median_step_ms"].astype(float) / 1e3',
+                'rows["mean_step_ms"].astype(float) / 1e3',
+                'rows["median_step_ms"].astype(float) / 1e3',
             ),
             Fault(
                 "marks without their unit",
@@ -86,8 +86,8 @@ PROPERTIES = (
             Fault(
                 "passes of a busy host on a front",
                 PASSES,
-                "pareto(quiet(of[is_kind]), X, Y)",
-                "pareto(of[is_kind], X, Y)",
+                "pareto(quiet(rows[is_kind]), X, Y)",
+                "pareto(rows[is_kind], X, Y)",
             ),
             Fault(
                 "the baselines' front as that of drafts",
@@ -231,14 +231,14 @@ PROPERTIES = (
             Fault(
                 "bars in the order of their command",
                 SERVED,
-                'of["pass"].map(modes.index) + (index',
-                "np.arange(len(of)) + (index",
+                'rows["pass"].map(modes.index) + (index',
+                "np.arange(len(rows)) + (index",
             ),
             Fault(
                 "labels of other bars",
                 SERVED,
-                'for value in of["value"]]',
-                'for value in of["value"][::-1]]',
+                'for value in rows["value"]]',
+                'for value in rows["value"][::-1]]',
             ),
         ),
     ),

@@ -14,8 +14,6 @@ ACCEPTANCE = "records/acceptance.py"
 REPORT = "bench/report/"
 ENDPOINT = "systems/servers/system.py"
 COUNTERS = "systems/servers/counters.py"
-SPEED_INTERVAL = "speedup_interval=ratio_interval(of_steps)"
-NET_INTERVAL = "net_speedup_interval=ratio_interval(net)"
 
 PROPERTIES = (
     Property(
@@ -212,8 +210,8 @@ PROPERTIES = (
             Fault(
                 "the speedup with the interval of the net speedup",
                 "records/computing.py",
-                "ratio_interval(each)",
-                'ratio_interval(found.get("net_speedup", each))',
+                "ratio_interval(group_ratios)",
+                'ratio_interval(found.get("net_speedup", group_ratios))',
             ),
             Fault(
                 "the net speedup with the interval of the total speedup",

@@ -57,8 +57,8 @@ PROPERTIES = (
             Fault(
                 "speedup as the maximum over batches",
                 "records/computing.py",
-                "fields[name] = statistics.median(each)",
-                "fields[name] = max(each)",
+                "fields[name] = statistics.median(group_ratios)",
+                "fields[name] = max(group_ratios)",
             ),
         ),
     ),
@@ -443,8 +443,8 @@ PROPERTIES = (
             Fault(
                 "the first token counted as decoded",
                 "records/computing.py",
-                "tokens = [sum(request.output_len - 1 for request in of) for of in by_group]",
-                "tokens = [sum(request.output_len for request in of) for of in by_group]",
+                "[sum(request.output_len - 1 for request in requests) for requests in by_group]",
+                "[sum(request.output_len for request in requests) for requests in by_group]",
             ),
         ),
     ),
@@ -509,8 +509,8 @@ PROPERTIES = (
             Fault(
                 "the prompts of the batch's beginning",
                 "records/acceptance.py",
-                "name: _acceptance_of_group(verifications.subset(of), len(of))",
-                "name: _acceptance_of_group(verifications, len(of))",
+                "name: _acceptance_of_group(verifications.subset(members), len(members))",
+                "name: _acceptance_of_group(verifications, len(members))",
             ),
         ),
     ),

@@ -36,9 +36,9 @@ PROPERTIES = (
                 "speculation/steps/steps.py",
                 "            return self._judged(batch, proposal)\n",
                 "            self._show(batch)\n"
-                "            each = self._begin(proposal)\n"
+                "            verification = self._begin(proposal)\n"
                 "            self.runner.execute()\n"
-                "            result = self._finish(each)\n"
+                "            result = self._finish(verification)\n"
                 "        return self._read(result)\n",
             ),
             Fault(

@@ -74,8 +74,8 @@ PROPERTIES = (
             Fault(
                 "a stage stops before the layer that runs",
                 "predict/simulator/simulation.py",
-                "math.ceil((cancelled_s[stage] - start) / each)",
-                "math.floor((cancelled_s[stage] - start) / each)",
+                "math.ceil((cancelled_s[stage] - start) / layer_s)",
+                "math.floor((cancelled_s[stage] - start) / layer_s)",
             ),
             Fault(
                 "a run computed behind a stage that skipped it",
@@ -177,8 +177,8 @@ PROPERTIES = (
             Fault(
                 "layers that are left over lost",
                 "predict/simulator/simulation.py",
-                "(each + (stage < rest))",
-                "each",
+                "(num_layers + (stage < rest))",
+                "num_layers",
             ),
         ),
     ),

@@ -111,8 +111,8 @@ PROPERTIES = (
             Fault(
                 "one alarm in a thousand for each limit",
                 "bench/check/forwards.py",
-                "EACH = ALARM / 3",
-                "EACH = ALARM",
+                "TEST_ALARM = ALARM / 3",
+                "TEST_ALARM = ALARM",
             ),
             Fault(
                 "the largest of normal errors",
@@ -135,7 +135,7 @@ PROPERTIES = (
             Fault(
                 "the chance of all limits for one",
                 "bench/check/forwards.py",
-                "most_by_chance(chances, 1 - EACH)",
+                "most_by_chance(chances, 1 - TEST_ALARM)",
                 "most_by_chance(chances, 1 - ALARM)",
             ),
         ),
@@ -195,13 +195,13 @@ PROPERTIES = (
             Fault(
                 "limits of the errors without chance",
                 "bench/check/forwards.py",
-                "math.log(allowed) + quantile(freedom, 1 - 2 * EACH) * error",
+                "math.log(allowed) + quantile(freedom, 1 - 2 * TEST_ALARM) * error",
                 "math.log(allowed)",
             ),
             Fault(
                 "the largest of many ratios judged like one",
                 "bench/check/forwards.py",
-                "quantile(TAIL_FREEDOM, 1 - 2 * EACH / len(ratios))",
+                "quantile(TAIL_FREEDOM, 1 - 2 * TEST_ALARM / len(ratios))",
                 "quantile(TAIL_FREEDOM, 0.98)",
             ),
             Fault(

@@ -102,10 +102,10 @@ class Form:
         places = values_of(passes, self.places)
         groups.sort(key=lambda rows: (-len({places[row] for row in rows}), -len(rows)))
         shown = [passes.iloc[rows] for rows in groups[: self.most_panels]]
-        panels = [(dict(of.iloc[0][[*self.held]]), of) for of in shown]
+        panels = [(dict(rows.iloc[0][[*self.held]]), rows) for rows in shown]
         panels.sort(key=lambda panel: [rank(value) for value in panel[0].values()])
-        tables = [self.show(of) for _, of in panels]
-        names = [of[self.series].unique() if self.series else [] for of in tables]
+        tables = [self.show(rows) for _, rows in panels]
+        names = [rows[self.series].unique() if self.series else [] for rows in tables]
         looks = looks_of(names, self.most_series)
         num_series = len(set(chain(*names)))
         figure, axes = make_axes(len(panels), **self.axes)
@@ -113,27 +113,29 @@ class Form:
         handles: dict[str, Any] = {}
         for number, ((held, _), table, ax) in enumerate(zip(panels, tables, axes, strict=True)):
             series_groups = table.groupby(self.series, sort=False) if looks else ()
-            series = [(str(name), of, looks[name]) for name, of in series_groups if name in looks]
+            series = [
+                (str(name), rows, looks[name]) for name, rows in series_groups if name in looks
+            ]
             handles |= self.draw(ax, table, series)
             ax.set_xlabel(self.labels[0])
             if number % self.axes.get("columns", 2) == 0 or not self.axes.get("sharey"):
                 ax.set_ylabel(self.labels[1])
             put_title(ax, in_words(held, varying))
         legend_below(figure, handles)
-        put_head(figure, self.title, about(pd.concat([of for _, of in panels])))
+        put_head(figure, self.title, about(pd.concat([rows for _, rows in panels])))
         common = in_words(panels[0][0], [key for key in self.held if key not in varying])
         first, *rest = self.caption
         caption = sentences(
             first,
             f"Everywhere: {common}" if common else "",
             *rest,
-            self.intervals if any(has_intervals(of, looks) for of in tables) else "",
+            self.intervals if any(has_intervals(rows, looks) for rows in tables) else "",
             busy_of(pd.concat(shown)),
             shown_of(len(looks), num_series, "series"),
             shown_of(len(panels), len(groups), self.what),
         )
         numbers = pd.concat(
-            [with_settings(held, of) for (held, _), of in zip(panels, tables, strict=True)],
+            [with_settings(held, rows) for (held, _), rows in zip(panels, tables, strict=True)],
             ignore_index=True,
         )
         return Drawn(self.name, self.title, caption, figure, numbers.where(numbers.notna(), None))
@@ -249,8 +251,8 @@ def quiet(passes: pd.DataFrame) -> pd.DataFrame:
 def busy_of(shown: pd.DataFrame) -> str:
     """A sentence about the drawn runs during which another load took cores, if any."""
     busy = shown[shown["is_busy"].astype(bool)]["run"].nunique()
-    of = f"{busy} of the {shown['run'].nunique()} runs shown here"
-    return f"Another load took cores while {of} were measured" if busy else ""
+    share_text = f"{busy} of the {shown['run'].nunique()} runs shown here"
+    return f"Another load took cores while {share_text} were measured" if busy else ""
 
 
 def make_axes(
@@ -284,11 +286,11 @@ def draw_marks(ax: Axes, series: Series, x: str, y: str, scale: float = 1.0) -> 
     """Draws a mark for each row of each series, with its interval as an upright line. Returns the
     legend's handles."""
     handles = {}
-    is_many = sum(len(of) for _, of, _ in series) > MANY_MARKS
-    for name, of, style in series:
+    is_many = sum(len(rows) for _, rows, _ in series) > MANY_MARKS
+    for name, rows, style in series:
         handles[name] = ax.scatter(
-            of[x].astype(float) / scale,
-            of[y].astype(float) / scale,
+            rows[x].astype(float) / scale,
+            rows[y].astype(float) / scale,
             s=28,
             marker=style.marker,
             edgecolors=style.colour,
@@ -298,7 +300,7 @@ def draw_marks(ax: Axes, series: Series, x: str, y: str, scale: float = 1.0) -> 
         )
         handles[name].set_in_layout(False)  # it is within its axes
         ends = [f"{y}_interval_low", f"{y}_interval_high"]
-        spans = of.reindex(columns=[x, *ends]).dropna().astype(float)
+        spans = rows.reindex(columns=[x, *ends]).dropna().astype(float)
         if name != BASELINE and not spans.empty:
             ax.vlines(*spans.to_numpy().T, color=style.colour, linewidth=0.8, rasterized=is_many)
     return handles
@@ -312,10 +314,10 @@ def draw_curves(
     ax.set(**axes)
     plain_ticks(ax.xaxis, sorted(table[x].unique()))
     handles = {}
-    for name, of, style in series:
-        middle, low, high = (of[column].astype(float) for column in (y, "low", "high"))
+    for name, rows, style in series:
+        middle, low, high = (rows[column].astype(float) for column in (y, "low", "high"))
         handles[name] = ax.errorbar(
-            of[x],
+            rows[x],
             middle,
             yerr=[middle - low, high - middle],
             color=style.colour,

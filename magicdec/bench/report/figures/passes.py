@@ -214,11 +214,13 @@ def draw_pareto(passes: pd.DataFrame) -> Drawn | LeftOut:
     """Tokens/s of all rows against those of one request, with the Pareto fronts of baselines and of
     other passes."""
 
-    def show(of: pd.DataFrame) -> pd.DataFrame:
-        of = of.assign(**{X: 1e3 / of[TPOT].astype(float)})
-        fronts = [pareto(quiet(of[is_kind]), X, Y).index for is_kind in kinds_of(of).values()]
+    def show(rows: pd.DataFrame) -> pd.DataFrame:
+        rows = rows.assign(**{X: 1e3 / rows[TPOT].astype(float)})
+        fronts = [pareto(quiet(rows[is_kind]), X, Y).index for is_kind in kinds_of(rows).values()]
         columns = ["series", "run", "B", X, Y, "on_front", f"{Y}_interval_low"]
-        return of.assign(on_front=of.index.isin(chain(*fronts)))[[*columns, f"{Y}_interval_high"]]
+        return rows.assign(on_front=rows.index.isin(chain(*fronts)))[
+            [*columns, f"{Y}_interval_high"]
+        ]
 
     def draw(ax: Axes, table: pd.DataFrame, series: Series) -> dict[str, Any]:
         from matplotlib.patheffects import withStroke
@@ -293,11 +295,11 @@ def draw_roofline(passes: pd.DataFrame) -> Drawn | LeftOut:
     y = "achieved_bytes_per_s"
     roof = "measured_bytes_per_s"
 
-    def show(of: pd.DataFrame) -> pd.DataFrame:
-        read = of[READ].astype(float)
-        rate = of["roofline_fraction"].astype(float) * read
-        size = rate * of["mean_step_ms"].astype(float) / 1e3
-        return of[["series", "run"]].assign(**{x: size, y: rate, roof: read})
+    def show(rows: pd.DataFrame) -> pd.DataFrame:
+        read = rows[READ].astype(float)
+        rate = rows["roofline_fraction"].astype(float) * read
+        size = rate * rows["mean_step_ms"].astype(float) / 1e3
+        return rows[["series", "run"]].assign(**{x: size, y: rate, roof: read})
 
     def draw(ax: Axes, table: pd.DataFrame, series: Series) -> dict[str, Any]:
         """The roof is the median of the measured read bandwidths, with their range."""
@@ -337,10 +339,10 @@ def draw_roofline(passes: pd.DataFrame) -> Drawn | LeftOut:
 
 def draw_by_budget(passes: pd.DataFrame) -> Drawn | LeftOut:
 
-    def show(of: pd.DataFrame) -> pd.DataFrame:
+    def show(rows: pd.DataFrame) -> pd.DataFrame:
         return frame_of(
             {"kv_policy": policy, "budget": budget} | summarize(same, "draft_acceptance_rate")
-            for (policy, budget), same in of.groupby(["kv_policy", "budget"])
+            for (policy, budget), same in rows.groupby(["kv_policy", "budget"])
         )
 
     form = Form(
@@ -403,8 +405,8 @@ def draw_by_context(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
         ),
     ):
 
-        def show(of: pd.DataFrame, metric: str = metric, also: str | None = also) -> pd.DataFrame:
-            places = of.groupby(["series", "prefix_len"])
+        def show(rows: pd.DataFrame, metric: str = metric, also: str | None = also) -> pd.DataFrame:
+            places = rows.groupby(["series", "prefix_len"])
             return frame_of(
                 {"series": series, "prefix_len": prefix}
                 | summarize(quiet(same), metric)
@@ -416,7 +418,7 @@ def draw_by_context(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
         num_contexts = num_different(measured, [*held, "series"], ["prefix_len"])
         shown = measured[np.array(num_contexts, dtype=int) > 1]
         num_models = shown["model"].nunique()
-        for model_passes in [of for _, of in shown.groupby("model")] or [shown]:
+        for model_passes in [rows for _, rows in shown.groupby("model")] or [shown]:
             num_kinds = max(1, model_passes["kind_of_draft"].nunique())
             form = Form(
                 name=f"{name}_{file_name(model_passes)}" if num_models > 1 else name,
@@ -466,9 +468,11 @@ def draw_along_contexts(
     ax: Axes, table: pd.DataFrame, series: Series, y: str, also: str | None
 ) -> dict[str, Any]:
     handles = draw_curves(ax, table, series, x="prefix_len", y=y, xscale="log")
-    for _, of, style in series if also else ():
-        pays_from = of[also].astype(float)
-        ax.plot(of["prefix_len"], pays_from, color=style.colour, linestyle=(0, (1, 3)), linewidth=1)
+    for _, rows, style in series if also else ():
+        pays_from = rows[also].astype(float)
+        ax.plot(
+            rows["prefix_len"], pays_from, color=style.colour, linestyle=(0, (1, 3)), linewidth=1
+        )
     if also is None:
         ax.axhline(1, color=GREY, linewidth=1, linestyle=":")
     return handles
@@ -482,7 +486,7 @@ def draw_by_acceptance(passes: pd.DataFrame) -> Drawn | LeftOut:
         held=[*WEIGHTS[:2], "dtype", "dataset", "prefix_len", "gen_len", *MACHINE],
         places=["series", "B", "budget", "gamma"],
         draw=draw_against_acceptance,
-        show=lambda of: of[["series", "run", "budget", "gamma", "pa", "B", *BOTH]],
+        show=lambda rows: rows[["series", "run", "budget", "gamma", "pa", "B", *BOTH]],
         labels=("acceptance rate", "speedup of decode steps (x)"),
         axes={"height": 3.1},
         caption=(
@@ -507,10 +511,10 @@ def draw_against_acceptance(ax: Axes, _: pd.DataFrame, series: Series) -> dict[s
 
 def draw_by_position(passes: pd.DataFrame) -> Drawn | LeftOut:
 
-    def show(of: pd.DataFrame) -> pd.DataFrame:
+    def show(rows: pd.DataFrame) -> pd.DataFrame:
         """The run with the most positions for each way to draft. Positions do not depend on
         gamma."""
-        ordered = of.sort_values(["series", "length", "run"])
+        ordered = rows.sort_values(["series", "length", "run"])
         longest = ordered.drop_duplicates("series", keep="last")
         return pd.concat([curve_of(run) for run in longest.to_dict("records")])
 

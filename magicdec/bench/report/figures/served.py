@@ -65,8 +65,8 @@ def draw_concurrency(passes: pd.DataFrame) -> Drawn | LeftOut:
     def draw(ax: Axes, _: pd.DataFrame, series: Series) -> dict[str, Any]:
         handles = {}
         labels = list[PointLabel]()
-        for name, of, style in series:
-            ordered = of.sort_values("concurrency")
+        for name, rows, style in series:
+            ordered = rows.sort_values("concurrency")
             x = ordered[USER_SPEED].astype(float)
             y = ordered["output_throughput"].astype(float)
             (handles[name],) = ax.plot(
@@ -93,7 +93,7 @@ def draw_concurrency(passes: pd.DataFrame) -> Drawn | LeftOut:
         held=["about"],
         places=["mode", "concurrency"],
         series="mode",
-        show=lambda of: of[["mode", "run", "concurrency", USER_SPEED, "output_throughput"]],
+        show=lambda rows: rows[["mode", "run", "concurrency", USER_SPEED, "output_throughput"]],
         draw=draw,
         labels=("one user: 1 / median TPOT (tokens/s)", "all users (tokens/s)"),
         what="commands",
@@ -131,7 +131,7 @@ def draw_batchings(passes: pd.DataFrame, what: str, metric: str, label: str) -> 
         held=["about"],
         places=["pass"],
         series="pass",
-        show=lambda of: of[["pass", "run", "arrival", "p90_ttft_ms", metric]],
+        show=lambda rows: rows[["pass", "run", "arrival", "p90_ttft_ms", metric]],
         draw=draw,
         labels=("p90 TTFT (ms)", label),
         what="commands",
@@ -153,18 +153,18 @@ def draw_modes(passes: pd.DataFrame) -> Drawn | LeftOut:
 
         height = 0.8 / len(series)
         handles = {}
-        for index, (name, of, style) in enumerate(series):
-            places = of["pass"].map(modes.index) + (index - (len(series) - 1) / 2) * height
+        for index, (name, rows, style) in enumerate(series):
+            places = rows["pass"].map(modes.index) + (index - (len(series) - 1) / 2) * height
             handles[name] = ax.barh(
                 places,
-                of["value"].astype(float),
+                rows["value"].astype(float),
                 0.9 * height,
                 color=style.colour,
                 hatch=style.hatch,
                 edgecolor="white",
                 linewidth=0.5,
             )
-            texts = [three_digits(value) for value in of["value"]]
+            texts = [three_digits(value) for value in rows["value"]]
             ax.bar_label(handles[name], texts, fontsize=6, padding=2)
         ax.margins(x=0.2)
         ax.xaxis.set_major_locator(MaxNLocator(4))
@@ -290,9 +290,9 @@ def tables_of(passes: pd.DataFrame) -> list[PageTable]:
             [row for row in table.rows if row],  # a line between rows has no place in their order
             f"Run {number}: {table.title}",
             name=f"serving_{number}_{place}",
-            lines=[*load_of(of), *lines_above(table), *table.below],
+            lines=[*load_of(rows), *lines_above(table), *table.below],
         )
-        for number, of in passes.groupby("run", sort=False)
-        for place, table in enumerate(tables(list(of["object"])), 1)
+        for number, rows in passes.groupby("run", sort=False)
+        for place, table in enumerate(tables(list(rows["object"])), 1)
         if table.rows
     ]

@@ -27,7 +27,11 @@ class PrequantizedWeights(WeightSource):
         super().__init__(source.path)
         self._source = source
         self._matrices = {f"{module}.weight": matrix for module, matrix in matrices.items()}
-        taken = {f"{module}.{leaf}" for module, each in matrices.items() for leaf in each.leaves}
+        taken = {
+            f"{module}.{leaf}"
+            for module, quantized in matrices.items()
+            for leaf in quantized.leaves
+        }
         self.tensors = {name: t for name, t in source.tensors.items() if name not in taken}
         for module, matrix in matrices.items():
             file = source.where(f"{module}.{matrix.leaves[0]}")
