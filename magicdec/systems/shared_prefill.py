@@ -21,7 +21,7 @@ from magicdec.runner.observers.prompt_queries import PromptQueries
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.setup.loading import LoadedModels
 from magicdec.setup.model_plan import max_tokens, rewound_by_pass
-from magicdec.speculation.policies.policy import keep_queries, make_policy
+from magicdec.speculation.policies.policy import make_policy
 
 
 @dataclass(frozen=True)
@@ -183,9 +183,10 @@ class SharedPrefill:
         self,
         config: ResolvedConfig,
         room: CacheDemand,
-        make_runner: Callable[[CacheDemand], ModelRunner],
+        make_runner: Callable[[], ModelRunner],
     ) -> PromptCaches:
-        """The caches of a run, filled if the last run had the same prompts."""
+        """The caches of a run, filled if the last run had the same prompts. `make_runner` makes one
+        with such a cache."""
         if room.is_nested:
             config = replace(config, workload=replace(config.workload, prefix_len=0))
         if room.state_layers:
@@ -193,13 +194,7 @@ class SharedPrefill:
         key = prefill_key(config), room
         if self._caches is None or key != self._key:
             self._caches = None  # before others take their memory
-
-            def make() -> ModelRunner:
-                runner = make_runner(room)
-                keep_queries(runner, room.kv)
-                return runner
-
             chunk = config.attention.prefill_chunk
-            self._caches = PromptCaches(make, chunk, self.progress, room.is_kept)
+            self._caches = PromptCaches(make_runner, chunk, self.progress, room.is_kept)
             self._key = key
         return self._caches

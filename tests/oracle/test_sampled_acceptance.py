@@ -143,16 +143,17 @@ def test_sampled_texts_are_those_of_decoding_without_drafts(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Whatever drafts."""
+    shape = SAMPLED.replace(f"--B {ROWS}", "--B 6").replace(f"--gen_len {NEW}", "--gen_len 21")
     with monkeypatch.context() as patch:
         plain = Watch(patch)
-        run(command, tmp_path, f"--draft none {SAMPLED}")
+        run(command, tmp_path, f"--draft none {shape}")
     with monkeypatch.context() as patch:
         drafted = Watch(patch)
-        words = f"--draft self --budget 33 {SAMPLED} --gamma 2"
+        words = f"--draft self --budget 33 {shape} --gamma 2"
         (record,) = measured(command, tmp_path / "self.jsonl", words)
-    assert drafted.tokens == plain.tokens and len(plain.tokens) == ROWS
-    assert {len(text) for text in plain.tokens.values()} == {NEW - 1}
-    words = f"--draft ngram {SAMPLED} --gamma 2"
+    assert drafted.tokens == plain.tokens and len(plain.tokens) == 6
+    assert {len(text) for text in plain.tokens.values()} == {20}
+    words = f"--draft ngram {shape} --gamma 2"
     (looked_up,) = measured(command, tmp_path / "ngram.jsonl", words)
     assert looked_up["outputs_sha256"] == record["outputs_sha256"]
 
@@ -163,7 +164,8 @@ def test_with_one_token_left_to_choose_from_the_table_is_the_greedy_one(
     """Each probability is 0 or 1 then, also of lookups, of drafts of different lengths, and with
     penalties, which follow the drafts."""
     drafts = "self model:demo-draft eagle:demo-eagle ngram ngram+self"
-    words = f"--draft {drafts} --budget 49 --gamma 6 {SHAPE.replace(f'--B {ROWS}', '--B 6')}"
+    shape = SHAPE.replace(f"--B {ROWS}", "--B 4").replace(f"--gen_len {NEW}", "--gen_len 21")
+    words = f"--draft {drafts} --budget 49 --gamma 4 {shape}"
     words += " --repetition_penalty 1.1 --presence_penalty 0.2"
     greedy = measured(command, tmp_path / "greedy.jsonl", words)
     sampled = measured(command, tmp_path / "sampled.jsonl", f"{words} --temperature 1 --top_k 1")

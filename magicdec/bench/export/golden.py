@@ -45,22 +45,25 @@ def collect(rows: Iterable[Row]) -> list[AcceptanceRecord]:
             f"{FLAG}: records of sampled texts ({sampled}) say how probable acceptance is at every "
             "position, and not what a step of a run accepts; give records of greedy texts"
         )
-    several = first_several(map(conditions_of, records))
+    refuse_several(
+        map(conditions_of, records), "a file has one model and its texts, and the records"
+    )
+    for draft, draft_records in by_draft(records).items():
+        refuse_several(
+            map(settings_of, draft_records),
+            f"a curve is named by its draft, and the records of {draft}",
+        )
+    return records
+
+
+def refuse_several(conditions: Iterable[dict[str, str]], subject: str) -> None:
+    """Raise ValueError, which says what the `subject` is, if a condition has several values."""
+    several = first_several(conditions)
     if several is not None:
         noun, names = several
         raise ValueError(
-            f"{FLAG}: a file has one model and its texts, and the records are of several {noun}: "
-            f"{', '.join(names)}; give records of one"
+            f"{FLAG}: {subject} are of several {noun}: {', '.join(names)}; give records of one"
         )
-    for draft, draft_records in by_draft(records).items():
-        several = first_several(map(settings_of, draft_records))
-        if several is not None:
-            noun, names = several
-            raise ValueError(
-                f"{FLAG}: a curve is named by its draft, and the records of {draft} are of several "
-                f"{noun}: {', '.join(names)}; give records of one"
-            )
-    return records
 
 
 def by_draft(records: Iterable[AcceptanceRecord]) -> dict[str, list[AcceptanceRecord]]:

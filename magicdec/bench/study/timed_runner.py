@@ -13,8 +13,9 @@ from typing import Protocol
 from magicdec.bench.check.check import differences
 from magicdec.bench.check.output import PassOutput
 from magicdec.bench.groups import PromptBatches
-from magicdec.bench.measure import check_run, passes_of, records_of_run
-from magicdec.bench.records_of import parts_of
+from magicdec.bench.measure import check_run, passes_of
+from magicdec.bench.recording import parts_of
+from magicdec.bench.records_of import records_of_run
 from magicdec.bench.runner import MeasuredGroup, MeasuredPass, PlannedPass, Runner
 from magicdec.names import BASELINE
 from magicdec.output.console import Progress
@@ -217,13 +218,11 @@ class TimedRunner(Runner):
             taken = replace(passes[-1].memory, process=None)
         if self.is_broken and differences(passes[0].requests, passes[-1].requests):
             return []
-        session = self.sessions[planned.system]
-        environment = self.gpu.add_to(session.describe_environment(self.bandwidth))
         return records_of_run(
             planned.system.run.first_batches(num_batches),
             passes,
             check_run(passes, self.pace, is_whole=not self.is_broken),
-            self.load.add_to(environment),
+            self.describe_environment(self.load.found, self.sessions[planned.system]),
             taken,
         )
 

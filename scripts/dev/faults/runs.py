@@ -133,19 +133,19 @@ PROPERTIES = (
         (
             Fault(
                 "TPOT's clock shifted by 0.5 ms",
-                "bench/records_of.py",
+                "bench/recording.py",
                 "end_s + (at_s - begun_s)",
                 "end_s + (at_s - begun_s) - 0.0005",
             ),
             Fault(
                 "all sequences end with the last",
-                "bench/records_of.py",
+                "bench/recording.py",
                 "finished_s=times_s[-1])",
                 "finished_s=end_s + max(r.token_times_s[-1] for r in group.requests) - begun_s)",
             ),
             Fault(
                 "other passes counted",
-                "bench/records_of.py",
+                "bench/recording.py",
                 "else end_s + (at_s - begun_s)",
                 "else at_s",
             ),

@@ -405,7 +405,7 @@ PROPERTIES = (
         (
             Fault(
                 "answers of some repeats counted",
-                "bench/records_of.py",
+                "bench/recording.py",
                 "if all(own.reported for own in found):",
                 "if any(own.reported for own in found):",
             ),
