@@ -113,6 +113,7 @@ class ModelPlan:
     rewound: int | None = None
     shares_prefixes: bool = False  # rows whose texts begin alike share blocks
     forks: Forks | None = None  # rows beside those of the config, which fork their texts
+    kept_states: tuple[int, ...] = ()  # `state_layers` of another run, with which it shares prompts
 
     @property
     def shard(self) -> Shard:
@@ -348,8 +349,10 @@ class ModelPlan:
     def state_layers(self) -> tuple[int, ...]:
         """The layers whose hidden states this rank keeps for an EAGLE-3 head."""
         draft = self.config.draft
-        if self.is_draft or draft is None or self.rank not in draft.rank_group:
+        if self.is_draft:
             return ()
+        if draft is None or not draft.state_layers or self.rank not in draft.rank_group:
+            return self.kept_states
         return draft.state_layers
 
     @property
@@ -359,7 +362,8 @@ class ModelPlan:
         if not numbers:
             return 0
         bytes_per_token = numbers * DTYPE_BYTES[self.config.model.dtype] + 8
-        return self.config.capacity.rows * self.tokens * bytes_per_token
+        num_rows = self.config.capacity.rows + (self.forks is not None)
+        return num_rows * self.tokens * bytes_per_token
 
     @property
     def bytes_per_token(self) -> int:

@@ -92,8 +92,8 @@ def num_forks(config: ResolvedConfig) -> int:
     """The rows of a batch of forks. Of a sampled draft each has as many distributions as tokens,
     which take as much memory as those of more rows with one."""
     w = config.workload
-    each = config.decoding.max_gamma if config.sampling.temperature > 0 else 1
-    return min(max(1, MOST_FORKS // each), w.batch_size * w.num_new_tokens)
+    num_distributions = config.decoding.max_gamma if config.sampling.temperature > 0 else 1
+    return min(max(1, MOST_FORKS // num_distributions), w.batch_size * w.num_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,8 @@ class TextDrafts(PrefilledBatching):
     forks."""
 
     def _plan_of(self, row_tokens: int, rewound: int | None = None) -> ModelPlan:
-        return super()._plan_of(row_tokens, rewound).with_forks(self.room.num_forks)
+        plan = replace(super()._plan_of(row_tokens, rewound), kept_states=self.room.state_layers)
+        return plan.with_forks(self.room.num_forks)
 
 
 class ForkedDrafts(TextDrafts):
@@ -300,7 +301,7 @@ class ForkedDrafts(TextDrafts):
                 drafts.append([token for token, _ in drafter.proposals[request.row]])
             drafted = compared(some, drafts)
             if self.is_sampled:
-                drafted = [each.as_probable() for each in drafted]
+                drafted = [noted.as_probable() for noted in drafted]
             tell(observer, some, drafted, time.perf_counter() - started)
 
 
@@ -378,12 +379,12 @@ def tell(
 ) -> None:
     """Observe a step in which each position emits the next token of its text, whatever was
     drafted."""
-    acceptance = [each.acceptance for each in drafted if each.acceptance is not None]
+    acceptance = [noted.acceptance for noted in drafted if noted.acceptance is not None]
     output = StepOutput(
         token_ids=[position.following(1) for position in positions],
-        draft_width=max(each.count for each in drafted),
-        num_accepted=[each.accepted for each in drafted],
-        num_drafted=[each.count for each in drafted],
+        draft_width=max(noted.count for noted in drafted),
+        num_accepted=[noted.accepted for noted in drafted],
+        num_drafted=[noted.count for noted in drafted],
         acceptance=acceptance or None,
     )
     ids = [position.request.request_id for position in positions]

@@ -3,11 +3,10 @@ drafts that cannot fork, by the passes of a run, in which the target judges the 
 own next token alone (`CountedAcceptance`). Of sampled drafts the probability of being accepted is
 noted, which varies less than what is drawn with it.
 
-All drafts and contexts share one prefill, but for those of an EAGLE head, which needs one that
-keeps states; drafts of a context that can fork share the decoded texts as well. The largest gamma
-stands for the smaller ones. A draft is what a run drafts at that position if it follows from the
-text, and from what was chosen at the end of the prompt. `inexact_reason` says of which drafts it
-does not.
+All drafts and contexts share one prefill, which keeps states if an EAGLE head drafts; drafts of a
+context that can fork share the decoded texts as well. The largest gamma stands for the smaller
+ones. A draft is what a run drafts at that position if it follows from the text, and from what was
+chosen at the end of the prompt. `inexact_reason` says of which drafts it does not.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from magicdec.bench.acceptance.forks import (
     can_fork,
     inexact_reason,
 )
-from magicdec.bench.acceptance.memory import demand_of, plan_of_cells
+from magicdec.bench.acceptance.memory import demand_of, plan_of_cells, state_layers_of
 from magicdec.bench.acceptance.record import (
     AcceptanceRecord,
     cumulative_of,
@@ -239,15 +238,13 @@ def record_key(record: AcceptanceRecord) -> tuple[object, ...]:
     return key_of(record.config, record.workload)
 
 
-def group_key(cell: StudyCell) -> object:
-    """A key of cells that share a prefill, also those of several contexts: prompts of the shorter
-    ones are the beginnings of the longer ones, if they are cut from books. An EAGLE head needs
-    states of its prompts. With a sliding window, a draft's choice depends on the length of a
-    row."""
-    config = cell.resolved.config
-    states = () if config.draft is None else config.draft.state_layers
+def group_key(cell: StudyCell) -> tuple[object, ...]:
+    """A key of cells that may share a prefill, also those of several contexts: prompts of the
+    shorter ones are the beginnings of the longer ones, if they are cut from books. With a sliding
+    window, a draft's choice depends on the length of a row."""
     window = cell.resolved.source.config.narrowest_window
-    return cell.model_key, states, None if window is None else config.workload.prefix_len
+    prefix_len = cell.resolved.config.workload.prefix_len
+    return cell.model_key, None if window is None else prefix_len
 
 
 def in_order(cell: StudyCell) -> tuple[int, bool, int]:
@@ -292,5 +289,15 @@ def measure_cells(cells: Sequence[StudyCell], pace: PassProgress, keep: Keep) ->
 
 
 def groups_of(cells: Sequence[StudyCell]) -> list[list[StudyCell]]:
-    """The cells by what shares a prefill, in the order in which they are measured."""
-    return [sorted(group, key=in_order) for group in grouped(cells, group_key)]
+    """The cells by what shares a prefill, in the order in which they are measured. EAGLE heads need
+    states of the prompts: those of other layers than the first head have a prefill of their own."""
+    first: dict[object, tuple[int, ...]] = {}
+    for cell in cells:
+        if states := state_layers_of(cell.resolved.config):
+            first.setdefault(group_key(cell), states)
+
+    def key(cell: StudyCell) -> object:
+        states = state_layers_of(cell.resolved.config)
+        return group_key(cell), states or first.get(group_key(cell), ())
+
+    return [sorted(group, key=in_order) for group in grouped(cells, key)]

@@ -28,7 +28,14 @@ def demand_of(configs: Sequence[ResolvedConfig]) -> CacheDemand:
     """The cache that drafts of all contexts share. It keeps every token, because shorter contexts
     go back."""
     forks = max((num_forks(config) for config in configs if can_fork(config)), default=0)
-    return replace(CacheDemand.of(configs), rewound=None, num_forks=forks, is_nested=True)
+    states = next(filter(None, map(state_layers_of, configs)), ())
+    room = replace(CacheDemand.of(configs), rewound=None, num_forks=forks, is_nested=True)
+    return replace(room, state_layers=states)
+
+
+def state_layers_of(config: ResolvedConfig) -> tuple[int, ...]:
+    """The layers after which a head reads states; none if no head drafts."""
+    return () if config.draft is None else config.draft.state_layers
 
 
 def plan_of_cells(groups: Sequence[Sequence[StudyCell]]) -> MemoryPlan:
@@ -39,9 +46,12 @@ def plan_of_cells(groups: Sequence[Sequence[StudyCell]]) -> MemoryPlan:
         room = demand_of([cell.resolved.config for cell in group])
         for cell in group:
             config = cell.resolved.config
-            plans_of_models = model_plans_of(config, cell.resolved.models, 0)
+            plans_of_models = [
+                replace(plan, kept_states=room.state_layers)
+                for plan in model_plans_of(config, cell.resolved.models, 0)
+            ]
             num_forks = room.num_forks if can_fork(config) else 0
-            own = plan_of([each.with_forks(num_forks) for each in plans_of_models])
+            own = plan_of([plan.with_forks(num_forks) for plan in plans_of_models])
             # The cache that all share.
             shared = replace(plans_of_models[0], row_tokens=room.max_tokens, rewound=None)
             forked = shared.with_forks(room.num_forks)

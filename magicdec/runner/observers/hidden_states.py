@@ -17,8 +17,8 @@ from magicdec.runner.model_runner import ModelRunner
 
 class HiddenStates(ForwardObserver):
     """States, and token ids, of `num_texts` rows of at most `max_tokens` tokens, of all tokens that
-    a runner computes from now on. Of `num_rows` the others are forks, which have the states of
-    their texts.
+    a runner computes from now on. Of `num_rows` the others are forks, which read the states of
+    their texts, and write to a row that nobody reads.
 
     `state_layers`: state R[a] is what a layers have made of the embedding, before any final norm. A
     row's lengths are those of the cache of the model that writes here."""
@@ -35,10 +35,11 @@ class HiddenStates(ForwardObserver):
     ) -> None:
         self.state_layers = tuple(state_layers)
         num_states = len(self.state_layers)
+        num_kept = min(num_texts + 1, num_rows)
         self.values = torch.zeros(
-            num_texts, max_tokens, num_states, size, dtype=dtype, device=device
+            num_kept, max_tokens, num_states, size, dtype=dtype, device=device
         )
-        self.token_ids = torch.zeros(num_texts, max_tokens, dtype=torch.int64, device=device)
+        self.token_ids = torch.zeros(num_kept, max_tokens, dtype=torch.int64, device=device)
         self._texts = torch.arange(num_rows, device=device)  # the row whose states each row has
 
     @classmethod
@@ -66,7 +67,7 @@ class HiddenStates(ForwardObserver):
 
     def write(self, rows: Tensor, positions: Tensor, token_ids: Tensor, states: Tensor) -> None:
         """States [N, B, T, S] of token ids [B, T] at positions [B, T] of rows [B]."""
-        place = self._texts[rows].unsqueeze(1), positions
+        place = rows.clamp(max=len(self.values) - 1).unsqueeze(1), positions
         self.values[place] = states.permute(1, 2, 0, 3)
         self.token_ids[place] = token_ids
 

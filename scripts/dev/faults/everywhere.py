@@ -224,7 +224,7 @@ PROPERTIES = (
             Fault(
                 "a draft model planned without its forks",
                 "bench/acceptance/memory.py",
-                "plan_of([each.with_forks(num_forks) for each in plans_of_models])",
+                "plan_of([plan.with_forks(num_forks) for plan in plans_of_models])",
                 "plan_of(plans_of_models)",
             ),
         ),
