@@ -8,26 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from magicdec.bench.check.check import identical, uncompared
 from magicdec.bench.check.output import PassOutput
 from magicdec.bench.check.passes import Checked, check_pass, combined
 from magicdec.bench.check.replays import PrefilledMeans, ServedMeans, whole
 from magicdec.bench.groups import ArrivingRequests, PromptBatches
 from magicdec.bench.prepare import PreparedServing
-from magicdec.bench.records_of import (
-    context_of_modes,
-    context_of_run,
-    failed_record,
-    pass_record,
-)
+from magicdec.bench.records_of import failed_record, record_of_mode, records_of_run
 from magicdec.bench.runner import MeasuredPass, PlannedPass, Runner
 from magicdec.distributed.start import close_groups, start_process_group
 from magicdec.output.console import Progress, make_progress
 from magicdec.records.correctness import JudgedAgain
-from magicdec.records.environment import Environment
 from magicdec.records.pass_record import PassRecord
 from magicdec.runner.request import NotFinite, Request
-from magicdec.setup.memory_sampler import MemoryTaken, MemoryWatch
+from magicdec.setup.memory_sampler import MemoryWatch
 from magicdec.setup.prepare import Prepared
 from magicdec.setup.session import RankSession, session_of
 from magicdec.systems.prefilled_batching import PrefilledBatching
@@ -58,10 +51,11 @@ def passes_of(system: PrefilledBatching) -> list[PlannedPass]:
     ]
 
 
-def execute(prepared: Prepared, is_leader: bool) -> Outcome:
+def execute(prepared: Prepared) -> Outcome:
     """Executes the run on this rank. Exceptions propagate; the caller records them."""
+    progress = make_progress(prepared.launch.rank == 0)
     with session_of(prepared) as session:
-        return execute_in(session, prepared, make_progress(is_leader))
+        return execute_in(session, prepared, progress)
 
 
 def execute_in(
@@ -86,34 +80,9 @@ def execute_in(
     taken = passes[-1].memory
     taken = replace(taken, process=None) if was_in_use else taken
     checked = check_run(passes, progress, is_whole=not shared.is_counted)
-    environment = runner.gpu.add_to(session.describe_environment(runner.bandwidth))
-    environment = runner.load.add_to(environment)
+    environment = runner.describe_environment(runner.load.found)
     records = records_of_run(prepared, passes, checked, environment, taken)
     return Outcome(records, passes[-1].requests)
-
-
-def records_of_run(
-    prepared: Prepared,
-    passes: Sequence[MeasuredPass],
-    checked: Checked,
-    environment: Environment,
-    taken: MemoryTaken,
-) -> list[PassRecord]:
-    """The records of the passes of a run, the last of which was checked beside the first."""
-    checks = [*(reference_check(serving_pass, checked) for serving_pass in passes[:-1]), checked]
-    return [
-        pass_record(
-            measured, pass_check, context_of_run(prepared, passes, measured, environment, taken)
-        )
-        for measured, pass_check in zip(passes, checks, strict=True)
-    ]
-
-
-def reference_check(reference: MeasuredPass, checked: Checked) -> Checked:
-    """What the check of another pass says of its reference."""
-    if checked.num_differing is None:
-        return Checked(None, uncompared(reference.requests))
-    return Checked(0, identical(reference.name, reference.requests))
 
 
 def check_run(passes: Sequence[MeasuredPass], progress: Progress, is_whole: bool) -> Checked:
@@ -244,8 +213,7 @@ class ServedChecks:
 
     def record(self, runner: Runner, measured: MeasuredPass) -> None:
         """Makes the record of a pass from the groups that it has served."""
-        context = context_of_modes(self.prepared, measured, runner)
-        record = pass_record(measured, combined(measured.checks), context)
+        record = record_of_mode(self.prepared, measured, combined(measured.checks), runner)
         self.measured.records.append(record)
         self.measured.traces.append([group.details.trace for group in measured.groups])
         self.keep(record)

@@ -20,7 +20,7 @@ from magicdec.bench.roofline import bytes_read
 from magicdec.distributed.groups import Group, Launch
 from magicdec.distributed.values import all_gather_values
 from magicdec.hardware.environment import release_memory, watch_gpu
-from magicdec.hardware.other_load import LoadWatch
+from magicdec.hardware.other_load import LoadWatch, OtherLoad
 from magicdec.hardware.threads import RankThreads, check_threads
 from magicdec.hardware.timing import (
     PhaseTimer,
@@ -30,6 +30,7 @@ from magicdec.hardware.timing import (
 )
 from magicdec.output.console import Progress
 from magicdec.records.correctness import JudgedAgain
+from magicdec.records.environment import Environment
 from magicdec.runner.request import Request, naming
 from magicdec.setup.memory_plan import MemoryPlan
 from magicdec.setup.memory_sampler import NOT_MEASURED, MemoryTaken, MemoryWatch
@@ -391,10 +392,15 @@ class Runner:
         if any(planned.system.counts_reads for planned in self.passes):
             self.bandwidths.append(read_bandwidth(world_of(self.launch), self.device))
 
-    @property
-    def bandwidth(self) -> float | None:
-        """The larger of the measurements counts, because a busy host rarely slows down both."""
-        return max(self.bandwidths, default=None)
+    def describe_environment(
+        self, load: OtherLoad, session: RankSession | None = None
+    ) -> Environment:
+        """The record's `environment`, with this other load. `session`: of the pass, if it has one
+        of its own."""
+        # The larger bandwidth counts, because a busy host rarely slows down both measurements.
+        bandwidth = max(self.bandwidths, default=None)
+        described = (session or self.session).describe_environment(bandwidth)
+        return load.add_to(self.gpu.add_to(described))
 
 
 def world_of(launch: Launch) -> Group:

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from magicdec.output.tables import RULE, Column, Heading, Line, Shown, Table, text_of
+from magicdec.output.tables import RULE, Column, Heading, Shown, Table, text_of
 from magicdec.records.describe import (
     methods_of,
     pays_of,
     stalls_of,
     title_of,
     verdicts_of,
+    winner,
 )
 from magicdec.records.fields import Recorded
 from magicdec.records.metric_tables import (
@@ -126,18 +127,31 @@ POSITION = Recorded("", digits=2)  # how the share of a draft position is shown
 def tables(records: Sequence[PassRecord], is_verbose: bool = True) -> list[Table]:
     """What the passes of one command have to show: in brief, or all of it. More passes than a table
     has room for are in several tables."""
+    head = Table(
+        title=title_of(records),
+        above=[*verdicts_of(records, is_verbose), *methods_of(records)],
+        below=below(records),
+    )
+    shares_prefill = any(record.shares_prefill for record in records)
     turns = turn_tables(records)
     categories = [
         table for record in records for table in category_tables(record.name, record.metrics)
     ]
+    if not shares_prefill:
+        head = with_summary(head, records)
     if not is_verbose:
-        return [brief_table(records), *turns, *categories]
+        return [with_brief(head, records) if shares_prefill else head, *turns, *categories]
     rows = rows_of(records)
     parts = parts_of(records, rows)
     shown = [[records[place] for place in places] for places in parts]
+    main = [modes_table(part, rows, places) for part, places in zip(shown, parts, strict=True)]
+    if shares_prefill:  # the metrics stand between what is above and what is below
+        if main:
+            main[-1] = replace(main[-1], below=[*head.below, *main[-1].below])
+        head = replace(head, below=())
     return [
-        *head_of(records),
-        *(modes_table(records, rows, places) for places in parts),
+        head,
+        *main,
         *turns,
         *(table for part in shown for table in context_tables(part)),
         *categories,
@@ -145,38 +159,13 @@ def tables(records: Sequence[PassRecord], is_verbose: bool = True) -> list[Table
     ]
 
 
-def brief_table(records: Sequence[PassRecord]) -> Table:
-    """What matters most: of passes that share a prefill a column each, of others a row each."""
-    if not shares_prefill(records):
-        return summary_table(records, is_verbose=False)
-    lines = above(records, is_verbose=False)
+def with_brief(head: Table, records: Sequence[PassRecord]) -> Table:
+    """What matters most of passes that share a prefill, a column each."""
     if not any(record.metrics for record in records):
-        return Table(above=lines)
+        return Table(above=head.above)
     rows = [row for row in rows_of(records, {"": BRIEF}) if not isinstance(row[0], Heading)]
-    return Table(
-        [Column("", is_text=True, key="metric"), *columns_of(records)],
-        rows,
-        title=title_of(records),
-        above=lines,
-        below=below(records),
-    )
-
-
-def head_of(records: Sequence[PassRecord]) -> list[Table]:
-    """What stands above all metrics."""
-    if shares_prefill(records):
-        return [Table(title=title_of(records), above=above(records, is_verbose=True))]
-    return [summary_table(records, is_verbose=True)]
-
-
-def shares_prefill(records: Sequence[PassRecord]) -> bool:
-    return any(record.shares_prefill for record in records)
-
-
-def above(records: Sequence[PassRecord], is_verbose: bool) -> list[Line]:
-    """Whether tokens are right, and what drafts."""
-    verdicts = [Line(text, style) for text, style in verdicts_of(records, is_verbose)]
-    return [*verdicts, *map(Line, methods_of(records))]
+    columns = [Column("", is_text=True, key="metric"), *columns_of(records)]
+    return replace(head, columns=columns, rows=rows)
 
 
 def below(records: Sequence[PassRecord]) -> list[str]:
@@ -352,38 +341,6 @@ def turn_tables(records: Sequence[PassRecord]) -> list[Table]:
     return [Table(columns, rows, title=title, below=below)]
 
 
-def speed_of(metrics: PassMetrics, is_steady: bool) -> float:
-    steady = metrics.steady_output_throughput
-    return (steady if is_steady and steady is not None else metrics.output_throughput) or 0.0
-
-
-def winner(records: Sequence[PassRecord]) -> list[str]:
-    """A line that says which mode has the most output tokens/s, beside the first; none if nothing
-    can be compared."""
-    first = records[0]
-    able = [(r.metrics, r.name) for r in records if r.metrics and r.metrics.output_throughput]
-    if len(able) < 2 or first.metrics is None or not first.metrics.output_throughput:
-        return []
-    # Of two modes with stalls in one of them alone, the other may be the faster one.
-    is_steady = all(metrics.steady_output_throughput for metrics, _ in able)
-    has_stalls = is_steady and any(metrics.stalled_steps for metrics, _ in able)
-    best, name = max(able, key=lambda pair: speed_of(pair[0], is_steady))
-    noun = "output tokens/s without stalls" if has_stalls else "output tokens/s"
-    text = f"{name} has the most {noun}, {speed_of(best, is_steady):,.1f}"
-    if best is first.metrics:
-        return [text]
-    ratios = [
-        f"{mine / theirs:.2f} times its {label}"
-        for label, mine, theirs in (
-            ("mean TTFT", best.mean_ttft_ms, first.metrics.mean_ttft_ms),
-            ("mean TPOT", best.mean_tpot_ms, first.metrics.mean_tpot_ms),
-        )
-        if mine and theirs
-    ]
-    speed = speed_of(best, is_steady) / speed_of(first.metrics, is_steady)
-    return [", ".join([f"{text}: {speed:.2f} times those of {first.name}", *ratios])]
-
-
 def parts_of(records: Sequence[PassRecord], rows: Sequence[TableRow]) -> list[list[int]]:
     """The places of the passes that a table has beside each other. With several concurrencies they
     are those of one mode."""
@@ -435,22 +392,19 @@ def rows_in(rows: Sequence[TableRow], places: Sequence[int]) -> list[TableRow]:
 
 
 def modes_table(
-    records: Sequence[PassRecord], rows: Sequence[TableRow], places: Sequence[int]
+    shown: Sequence[PassRecord], rows: Sequence[TableRow], places: Sequence[int]
 ) -> Table:
-    """A table with a column for each pass at `places`, and all rows."""
-    shown = [records[place] for place in places]
-    is_whole = shares_prefill(records) and places[-1] == len(records) - 1
+    """A table with a column for each pass of `shown`, at `places` of all rows."""
     return Table(
         [Column("", is_text=True, key="metric"), *columns_of(shown)],
         rows_in(rows, places),
         title="; ".join(mode_of(shown)),
-        below=[*(below(records) if is_whole else []), *detail_notes(shown)],
+        below=detail_notes(shown),
     )
 
 
-def summary_table(records: Sequence[PassRecord], is_verbose: bool) -> Table:
-    """A row for each pass, with the metrics of `SUMMARY` that one has, above whether its tokens are
-    right, and below which has the most tokens/s."""
+def with_summary(head: Table, records: Sequence[PassRecord]) -> Table:
+    """A row for each pass, with the metrics of `SUMMARY` that one has."""
     rows = rows_of(records, {"": SUMMARY})
     chosen = {str(row[0].value): row for row in rows if isinstance(row[0], Shown)}
     is_closed = records[0].concurrency is not None
@@ -462,21 +416,13 @@ def summary_table(records: Sequence[PassRecord], is_verbose: bool) -> Table:
         at_once = [record.concurrency] if is_closed else []
         cells = [without_interval(row[1 + place]) for row in chosen.values()]
         lines.append([record.mode, *at_once, *cells, record.status])
-    return Table(
-        [
-            Column("mode", is_text=True),
-            *([Column("at\nonce", key="concurrency")] if is_closed else []),
-            *(
-                Column(text_of(row[0]).replace(" ", "\n", 1), key=key)
-                for key, row in chosen.items()
-            ),
-            Column("verdict", is_text=True, key="status"),
-        ],
-        lines,
-        title=title_of(records),
-        above=above(records, is_verbose),
-        below=below(records),
-    )
+    columns = [
+        Column("mode", is_text=True),
+        *([Column("at\nonce", key="concurrency")] if is_closed else []),
+        *(Column(text_of(row[0]).replace(" ", "\n", 1), key=key) for key, row in chosen.items()),
+        Column("verdict", is_text=True, key="status"),
+    ]
+    return replace(head, columns=columns, rows=lines)
 
 
 def without_interval(cell: object) -> object:

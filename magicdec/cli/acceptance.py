@@ -2,6 +2,7 @@
 context, draft, KV budget and number of draft tokens.
 
     magicdec acceptance --draft self self:int4 ngram --budget 65 257 --prefix_len 1024 4096
+    magicdec acceptance --draft self self,kv_policy=snapkv,budget=129 ngram
 
 Heavy imports happen after the flags are read.
 """
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING
 
 from magicdec.bench.acceptance.record import MOST_DRAFTS, AcceptanceRecord, tables
 from magicdec.cli.flags import LoneCommand, config_of
+from magicdec.cli.parsing.drafts import OwnSettings, refuse_idle
 from magicdec.cli.parsing.parser import ConfigFile, ParsedValues
-from magicdec.config.capabilities import policy_called
-from magicdec.config.run_config import RunConfig, split_draft
+from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
+    NGRAM,
     NONE,
     SELF,
     DecodingSection,
@@ -29,7 +31,6 @@ from magicdec.config.sections import (
     OutputSection,
     PictureSection,
     WorkloadSection,
-    model_drafter_of,
 )
 from magicdec.config.setting import declared, same
 from magicdec.distributed.groups import Launch
@@ -59,6 +60,12 @@ ONLY = {
     "decoding": ("cuda_graphs", "ignore_eos", "lookup_corpus"),
     "workload": ("dataset", "seed", "skip_tokens", "prompt_format"),
 }
+# What a draft may have for itself.
+OWN_SETTINGS = [
+    *("flags.kv_policy", "flags.budget", "flags.gamma"),
+    *(f"kv.{name}" for name in KV_SETTINGS),
+    *("decoding.lookup_corpus", "draft.eagle_layers"),
+]
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ def run(values: ParsedValues) -> int:
     from magicdec.output.console import make_progress
     from magicdec.setup.prepare import SetupCache
 
-    cells = list(prepare_cells(configs, SetupCache()))
+    cells = [*{cell_key(cell): cell for cell in prepare_cells(configs, SetupCache())}.values()]
     found = {record_key(record): record for record in records_in(args.out)}
     todo = [cell for cell in cells if cell_key(cell) not in found]
     num_done = len(cells) - len(todo)
@@ -134,17 +141,19 @@ def make_configs(values: ParsedValues) -> list[RunConfig]:
     """The run of each context and draft. Raises ValueError, one line naming the flag, for errors of
     any model."""
     args = values[AcceptanceFlags]
-    base = config_of(values, RunConfig(draft=DraftSection()))
-    refuse_idle(values, args)
-    if base.sampling.temperature == 0:
-        values.refuse_given(["sampling.seed"], "--temperature 0 is greedy")
-    configs = [
-        checked(replace(drafting, workload=workload))
-        for workload in workloads(base.workload, args)
-        for draft in args.draft
-        for drafting in with_draft(base, draft, args)
-    ]
-    return [with_local_models(config) for config in configs]
+    drafts = []
+    for text in args.draft:
+        draft = OwnSettings.of(text, values, OWN_SETTINGS)
+        configs = list(runs_of(draft))
+        draft.refuse_idle(configs)
+        drafts.append((draft, configs))
+    refuse_idle(values, drafts)
+    found = []
+    for workload in workloads(config_of(values, RunConfig()).workload, args):
+        for draft, configs in drafts:
+            with draft.named():
+                found += [checked(replace(config, workload=workload)) for config in configs]
+    return [with_local_models(config) for config in found]
 
 
 def workloads(base: WorkloadSection, args: AcceptanceFlags) -> Iterator[WorkloadSection]:
@@ -159,50 +168,38 @@ def workloads(base: WorkloadSection, args: AcceptanceFlags) -> Iterator[Workload
         )
 
 
-def with_draft(base: RunConfig, draft: str, args: AcceptanceFlags) -> Iterator[RunConfig]:
+def runs_of(draft: OwnSettings) -> Iterator[RunConfig]:
     """The config of a draft with each policy and budget; of one that reads no cache one."""
-    if draft == NONE:
+    if draft.drafter == NONE:
         raise ValueError(f"--draft {NONE}: nothing drafts; leave it out")
-    word, _, weights = draft.rpartition(":")
+    args = draft.values[AcceptanceFlags]
+    base = config_of(draft.values, RunConfig(draft=DraftSection()))
+    word, _, weights = draft.drafter.rpartition(":")
     is_low_bit = word.split("+")[-1] == SELF and weights in LOW_BIT
     decoding = replace(
         base.decoding,
         gamma=args.gamma,
         draft_weights=weights if is_low_bit else None,
         baseline=False,
-        lookup_corpus=base.decoding.lookup_corpus if draft.startswith("ngram") else None,
+        lookup_corpus=base.decoding.lookup_corpus if draft.drafter.startswith(NGRAM) else None,
     )
-    config = replace(base, decoding=decoding).with_draft(word if is_low_bit else draft)
+    config = replace(base, decoding=decoding).with_draft(word if is_low_bit else draft.drafter)
+    if config.draft is not None and not config.decoding.has_head:
+        config = replace(config, draft=replace(config.draft, eagle_layers=None))
     if config.decoding.model_drafter is None:
         yield replace(config, kv=KVSection())
         return
     for policy in args.kv_policy:
-        for budget in (-1,) if policy == FULL_KV_POLICY else args.budget:
+        for budget in args.budget:
             yield replace(config, kv=replace(base.kv, policy=policy, budget=budget))
 
 
 def checked(config: RunConfig) -> RunConfig:
+    if config.kv.policy == FULL_KV_POLICY:
+        config = replace(config, kv=replace(config.kv, budget=-1))
     config.kv.check(config.decoding.max_gamma, flag="--budget")
     config.check(world_size=1)
     return config
-
-
-def refuse_idle(values: ParsedValues, args: AcceptanceFlags) -> None:
-    """Raises ValueError for flags that do nothing with any of the drafts."""
-    names = [split_draft(draft)[0] for draft in args.draft]
-    has_model = any(model_drafter_of(name.partition(":")[0]) for name in names)
-    policy_flags = ["flags.kv_policy", "flags.budget"]
-    if not has_model:
-        idle = [*policy_flags, *(f"kv.{name}" for name in KV_SETTINGS)]
-        values.refuse_given(idle, f"drafts of {' '.join(args.draft)} read no KV cache")
-    used = {name for policy in args.kv_policy for name in policy_called(policy).settings}
-    idle = [f"kv.{name}" for name in KV_SETTINGS if name not in used]
-    idle += ["flags.budget"] if "budget" not in used else []
-    values.refuse_given(idle, f"no policy of --kv_policy {' '.join(args.kv_policy)} uses it")
-    if not any(name.startswith("ngram") for name in names):
-        values.refuse_given(["decoding.lookup_corpus"], "nothing is looked up")
-    if not any("eagle" in name for name in names):
-        values.refuse_given(["draft.eagle_layers"], "no EAGLE-3 head drafts here")
 
 
 def records_in(path: Path) -> list[AcceptanceRecord]:

@@ -129,8 +129,10 @@ def describe_runs(records: Mapping[str, PassRecord]) -> list[str]:
     """A line for each run, the best first, with intervals that hold for all of them together."""
     level = joint_level(len(records))
     drafts = {draft.draft: draft for draft in measured_drafts(records)}
-    unmeasured = MeasuredDraft("", 0.0)
-    ordered = sorted(records, key=lambda flags: -drafts.get(flags, unmeasured).least)
+    ordered = sorted(drafts, key=lambda flags: -drafts[flags].least)
+    last = {draft.draft for draft in finalists([*drafts.values()])}
+    ordered = sorted(ordered, key=lambda flags: flags not in last)
+    ordered += [flags for flags in records if flags not in drafts]
     lines = list[str]()
     for flags in ordered:
         record = records[flags]
@@ -162,12 +164,21 @@ def measured_drafts(records: Mapping[str, PassRecord]) -> list[MeasuredDraft]:
     return found
 
 
+def finalists(drafts: Sequence[MeasuredDraft]) -> list[MeasuredDraft]:
+    """Without those that were far behind after the first batch. One that the end came before has a
+    batch less than the others."""
+    most = max((len(draft.per_batch) for draft in drafts), default=0)
+    return [draft for draft in drafts if len(draft.per_batch) >= most - 1]
+
+
 def find_best(drafts: Sequence[MeasuredDraft]) -> tuple[MeasuredDraft, list[MeasuredDraft]]:
     """The draft whose interval begins highest, and those that cannot be told apart from it. None is
-    surely faster: the spread of a ratio is at least the difference of the spreads of both."""
+    surely faster: the spread of a ratio is at least the difference of the spreads of both.
+    Intervals are those of all `drafts` together, since the finalists were chosen among them."""
     level = joint_level(len(drafts))
-    best = max(drafts, key=lambda draft: draft.least)
-    others = [draft for draft in drafts if draft is not best]
+    others = finalists(drafts)
+    best = max(others, key=lambda draft: draft.least)
+    others.remove(best)
     return best, [other for other in others if not is_surely_faster(best, other, level)]
 
 

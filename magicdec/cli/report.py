@@ -15,7 +15,6 @@ from magicdec.bench.records_of import unfinished_record
 from magicdec.bench.showing import tables
 from magicdec.cli.flags import NO_RECORD, say_interrupted
 from magicdec.config.resolved import ResolvedConfig
-from magicdec.hardware.environment import describe_environment
 from magicdec.hardware.other_load import warn_of_load
 from magicdec.output.console import START, labelled
 from magicdec.output.tables import print_tables
@@ -33,16 +32,13 @@ def conclude(prepared: Prepared) -> int:
     path = Path(prepared.config.output.results)
     started = datetime.datetime.now(datetime.UTC)
     try:
-        outcome = execute(prepared, is_leader)
+        outcome = execute(prepared)
     except KeyboardInterrupt:
         return say_interrupted(prepared.launch, NO_RECORD)
     except Exception as error:
         if is_leader:
-            environment = describe_environment(
-                prepared.launch, prepared.config.parallel.device, started
-            )
             message = f"{type(error).__name__}: {error}"
-            failed = unfinished_record(prepared.config, prepared, environment, message)
+            failed = unfinished_record(prepared.config, prepared, prepared.launch, started, message)
             notice, is_kept = append(path, [failed])
             if not is_kept:
                 print(notice, file=sys.stderr)

@@ -523,7 +523,8 @@ class DraftChoice:
         "model:NAME (a smaller model, named as --model is), eagle:DIR (an EAGLE-3 head), ngram "
         "(text of the prompt and the output), ngram+self, ngram+model:NAME or ngram+eagle:DIR (a "
         "lookup where it promises more, else the model), or none. Commands that serve requests "
-        "serve them without drafts too.",
+        "serve them without drafts too. In acceptance settings may follow that take the place of "
+        "the command's for this draft: self,kv_policy=snapkv,budget=257.",
         metavar="DRAFT",
         other_defaults="none in serve, inflight, recurrent and gate save, model:demo-draft in "
         "pipeline, self ngram ngram+self in advise",

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 
+import torch
+
 from magicdec.engine.arrivals import Arrivals
 from magicdec.engine.scheduler import Scheduler
 from magicdec.hardware.timing import Clock, RealClock
@@ -153,7 +155,9 @@ class Engine:
                     strategy.admit(Batch(ready))
             if plan.decoding is not None:
                 self._decode(plan.decoding, strategy, observe)
-            self.runner.execute()
+            if self.runner.enqueued:  # prompts, in a step in which nobody decodes
+                with torch.inference_mode():
+                    self.runner.execute()
         finally:
             self.runner.enqueued.clear()  # of a step that has failed
 

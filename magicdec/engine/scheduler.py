@@ -119,6 +119,8 @@ class Scheduler:
                 self._leave(request.row)
             elif new_tokens:
                 self.blocks.grow(request.row, request.num_cached)
+        if appended == output.token_ids:
+            return output
         return replace(output, token_ids=appended)
 
     def rewind(self, requests: Sequence[Request]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +19,19 @@ GPU_BANDWIDTH_BYTES = 1 << 31  # 30 times the last-level cache of a large GPU
 GPU_SUMS = 20  # of the buffer in one measurement: a single one takes half a millisecond
 
 
+class HostPhase:
+    """A phase whose time by the host's clock goes to `seconds`."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self.seconds = seconds
+
+    def __enter__(self) -> None:
+        self.started = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds.append(time.perf_counter() - self.started)
+
+
 class PhaseTimer:
     """Seconds by named phase: `with timer("draft"): ...`. On CUDA by events; nothing waits until
     `seconds` is read."""
@@ -29,20 +42,20 @@ class PhaseTimer:
         self._seconds: dict[str, list[float]] = defaultdict(list)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
+    def __call__(self, name: str) -> AbstractContextManager[object]:
         if not self.enabled:
-            yield
-        elif self.device.type == "cuda":
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-            first.record()
-            yield
-            last.record()
-            self._events.append((name, first, last))
-        else:
-            started = time.perf_counter()
-            yield
-            self._seconds[name].append(time.perf_counter() - started)
+            return nullcontext()
+        if self.device.type == "cuda":
+            return self._between_events(name)
+        return HostPhase(self._seconds[name])
+
+    @contextmanager
+    def _between_events(self, name: str) -> Iterator[None]:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+        first.record()
+        yield
+        last.record()
+        self._events.append((name, first, last))
 
     @property
     def seconds(self) -> dict[str, list[float]]:

@@ -98,6 +98,7 @@ class KVCache(KVPool):
             self.lengths = beside.lengths
         self.first_held = [0] * num_rows  # positions of a row before this one are gone
         self.blocks: list[list[int]] = [[] for _ in range(num_rows)]
+        self.num_borrowed = [0] * num_rows  # first blocks of a row that it has of another
         self._free = list(range(shape.num_blocks - 1, -1, -1))
 
     @property
@@ -138,11 +139,24 @@ class KVCache(KVPool):
         if blocks:
             self.block_table[row, : len(blocks)] = upload(blocks, self.block_table.device)
 
+    def fork(self, row: int, source: int, length: int, num_tokens: int) -> None:
+        """Let an empty row begin with the blocks of the first `length` tokens of `source`, and room
+        for `num_tokens` in all. The last of these is copied, so that its tokens can change."""
+        num_borrowed = (length - 1) // self.shape.block_size
+        borrowed = self.blocks[source][:num_borrowed]
+        self.adopt(row, borrowed)
+        self.num_borrowed[row] = num_borrowed
+        self.allocate(row, num_tokens)
+        self.copy_block(self.blocks[source][num_borrowed], self.blocks[row][num_borrowed])
+
     def release(self, row: int, kept: Collection[int] = ()) -> None:
-        """Return the blocks of `row` to the pool, but for the `kept` ones."""
-        gone = (block for block in reversed(self.blocks[row]) if block not in kept)
+        """Return the blocks of `row` to the pool, but for the `kept` ones, and those of the row
+        that it forks."""
+        own = self.blocks[row][self.num_borrowed[row] :]
+        gone = (block for block in reversed(own) if block not in kept)
         self._free.extend(block for block in gone if block != EVICTED)
         self.blocks[row].clear()
+        self.num_borrowed[row] = 0
         self.first_held[row] = 0
         self.truncate([row], [0])
 
@@ -200,7 +214,7 @@ class KVCache(KVPool):
     def bounds_of(self, rows: BatchRows) -> tuple[int, ...]:
         if rows.is_captured:
             return (self.tokens_per_row,) * len(rows)
-        return tuple(self.lengths[row] for row in rows.numbers)
+        return tuple([self.lengths[row] for row in rows.numbers])
 
     def set_host_lengths(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row, length in zip(rows, lengths, strict=True):

@@ -20,6 +20,7 @@ from magicdec.kv.pool import CacheShape
 from magicdec.kv.prefix_cache import Beginning, PrefixCache
 
 WINDOW_BLOCK = 64  # tokens of a block, unless a backend needs more: little is held past the window
+FORK_BLOCK = 16  # the same of rows that fork, each of which copies a block
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,21 @@ class Storage:
         return self.block_size * self.num_blocks
 
 
+@dataclass(frozen=True)
+class Forks:
+    """The last `num_rows` rows of a cache, which fork the texts of the others at neighbouring
+    positions (`KVCache.fork`), and have room for `num_tokens` each beside these."""
+
+    num_rows: int
+    num_tokens: int
+
+    def num_blocks(self, num_texts: int, block: int) -> int:
+        """The most blocks that they take beside those of the texts: one that is copied, and more
+        for those whose room ends in the next."""
+        num_whole, rest = divmod(self.num_tokens, block)
+        return self.num_rows * (1 + num_whole) + rest * (-(-self.num_rows // block) + num_texts)
+
+
 def storages_of(
     windows: Sequence[int | None],
     room: WindowRoom | None,
@@ -55,14 +71,21 @@ def storages_of(
     block_size: Callable[[int], int],
     block_tokens: int | None = None,
     num_blocks: int | None = None,
+    forks: Forks | None = None,
 ) -> list[Storage]:
     """The storage of layers with each of the windows, for rows of at most `max_tokens`.
 
     It keeps every token, in blocks of about `block_tokens` (default: whatever the backend prefers)
-    and `num_blocks` in all (default: as many as all rows can need), unless the window has `room`
-    and less is held so. `block_size`: see `AttentionBackend`."""
+    and `num_blocks` in all (default: as many as all rows can need, of which `forks` share those of
+    others), unless the window has `room` and less is held so. `block_size`: see
+    `AttentionBackend`."""
+    if forks is not None:
+        block_tokens = FORK_BLOCK
     size = block_size(block_tokens or max_tokens)
     per_row = -(-max_tokens // size)
+    if forks is not None:
+        num_texts = num_rows - forks.num_rows
+        num_blocks = num_texts * per_row + forks.num_blocks(num_texts, size)
     everything = Storage(size, per_row, num_blocks or num_rows * per_row)
     storages = [everything] * len(windows)
     for place, window in enumerate(windows):
@@ -165,6 +188,13 @@ class LayerCaches:
         for cache in self.distinct:
             cache.release(row, kept)
         self._give_back_replaced()
+
+    def fork(self, row: int, source: int, length: int, num_tokens: int) -> None:
+        """Let an empty row begin with the first `length` tokens of `source`, at least one, with
+        room for `num_tokens` in all. `source` has to keep them until the row is released."""
+        for cache in self.distinct:
+            cache.fork(row, source, length, num_tokens)
+        self.distinct[0].advance([row], length)
 
     def adopt(self, row: int, beginning: Beginning) -> None:
         """Let an empty row begin with the path that it holds in `prefixes`."""

@@ -253,16 +253,16 @@ def _exact_bounds(
     per_head: bool,
     window: int | None,
 ) -> tuple[tuple[int, ...], bool]:
-    first_keys = tuple(first_key(length, window) for length in lengths)
+    first_keys = [first_key(length, window) for length in lengths]
     is_cut = any(first_keys)
     if is_cut and not per_head:
         visible_counts = num_within(visible, committed, first_keys)
     else:
-        visible_counts = tuple(visible.num_visible(c) for c in committed)
+        visible_counts = tuple([visible.num_visible(c) for c in committed])
     starts = zip(lengths, committed, first_keys, strict=True)
     tails = [length - max(c, first) for length, c, first in starts]
-    num_visible = tuple(s + tail for s, tail in zip(visible_counts, tails, strict=True))
-    in_window = tuple(length - first for length, first in zip(lengths, first_keys, strict=True))
+    num_visible = tuple([s + tail for s, tail in zip(visible_counts, tails, strict=True)])
+    in_window = tuple([length - first for length, first in zip(lengths, first_keys, strict=True)])
     # Ranges of single heads are not cut at the window: heads could then see different numbers.
     return num_visible, num_visible == in_window and not (per_head and is_cut)
 

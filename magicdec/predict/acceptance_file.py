@@ -31,9 +31,9 @@ KINDS = ("acceptance", "pass")  # of records with an acceptance, the first befor
 # The flags of a plan that tell records apart, by the noun in a refusal.
 FLAGS = {"models": "--model", "dtypes": "--dtype", "draft models": "--draft model:NAME"}
 
-SAMPLED = (
-    "it has acceptance of sampled texts, which says how probable acceptance is at every position, "
-    "and not where the steps of a run begin; give records of greedy texts"
+DRAWN = (
+    "it has acceptance of sampled texts whose drafts were drawn at every position, which does not "
+    "say where the steps of a run begin; give records of greedy texts, or of drafts in forks"
 )
 
 Drafting = tuple[str, str, str | None]
@@ -83,10 +83,9 @@ def curves_of_file(
         [record for record in records.get(kind, ()) if drafting_of(record.config) == like]
         for kind in KINDS
     )
-    greedy = [record for record in positions if not record.sampling]
-    if len(greedy) < len(positions):
-        raise ValueError(f"--acceptance {path}: {SAMPLED}")
-    curves, places = _position_curves(path, greedy, names)
+    if not all(record.has_steps for record in positions):
+        raise ValueError(f"--acceptance {path}: {DRAWN}")
+    curves, places = _position_curves(path, positions, names)
     unused = f"; its {len(passes)} passes with such drafts do not count" if passes else ""
     if not curves:
         curves, places = _pass_curves(passes)

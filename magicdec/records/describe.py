@@ -1,5 +1,5 @@
-"""Passes in words: the verdict on their tokens, the way in which they draft, what they decoded, and
-whether speculation paid. Imports no torch.
+"""Passes in words: the verdict on their tokens, the way in which they draft, what they decoded,
+which was the fastest, and whether speculation paid. Imports no torch.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from magicdec.names import BASELINE, EAGLE, FULL_KV_POLICY, NARROW
+from magicdec.output.tables import Line
 from magicdec.records.comparison.conditions import policy_of
 from magicdec.records.correctness import (
     Correctness,
@@ -155,8 +156,8 @@ def compared_text(record: PassRecord, is_verbose: bool) -> str:
     return f"{text}; {place_text(found.first_divergence)}{explained_text(found)}"
 
 
-def verdicts_of(records: Sequence[PassRecord], is_verbose: bool) -> list[tuple[str, str]]:
-    """(line, style) for each pass of a command; without `is_verbose` one line if all have the
+def verdicts_of(records: Sequence[PassRecord], is_verbose: bool) -> list[Line]:
+    """A line for each pass of a command; without `is_verbose` one line if all have the
     tokens of the first, and otherwise one for each pass of which there is more to say."""
     shown = list(records)
     if not is_verbose:
@@ -167,14 +168,14 @@ def verdicts_of(records: Sequence[PassRecord], is_verbose: bool) -> list[tuple[s
         ]
     if shown:
         return [
-            (f"{record.name}: {verdict_of(record, is_verbose)}", STYLES[Status(record.status)])
+            Line(f"{record.name}: {verdict_of(record, is_verbose)}", STYLES[Status(record.status)])
             for record in shown
         ]
     first = records[0]
     others = "the other pass has" if len(records) == 2 else "all other passes have"
     found = first.correctness
     tokens = "" if found is None or found.num_tokens is None else f"{found.num_tokens} "
-    return [(f"verified: {others} the {tokens}tokens of {first.name}", STYLES[Status.VERIFIED])]
+    return [Line(f"verified: {others} the {tokens}tokens of {first.name}", STYLES[Status.VERIFIED])]
 
 
 def judged_text(found: JudgedAgain | None) -> str:
@@ -253,6 +254,38 @@ def stalls_in(metrics: PassMetrics) -> str:
     if longest is None or median is None:
         return text
     return f"{text} ({longest:.3g} ms where the median is {median:.2g})"
+
+
+def speed_of(metrics: PassMetrics, is_steady: bool) -> float:
+    steady = metrics.steady_output_throughput
+    return (steady if is_steady and steady is not None else metrics.output_throughput) or 0.0
+
+
+def winner(records: Sequence[PassRecord]) -> list[str]:
+    """A line that says which mode has the most output tokens/s, beside the first; none if nothing
+    can be compared."""
+    first = records[0]
+    able = [(r.metrics, r.name) for r in records if r.metrics and r.metrics.output_throughput]
+    if len(able) < 2 or first.metrics is None or not first.metrics.output_throughput:
+        return []
+    # Of two modes with stalls in one of them alone, the other may be the faster one.
+    is_steady = all(metrics.steady_output_throughput for metrics, _ in able)
+    has_stalls = is_steady and any(metrics.stalled_steps for metrics, _ in able)
+    best, name = max(able, key=lambda pair: speed_of(pair[0], is_steady))
+    noun = "output tokens/s without stalls" if has_stalls else "output tokens/s"
+    text = f"{name} has the most {noun}, {speed_of(best, is_steady):,.1f}"
+    if best is first.metrics:
+        return [text]
+    ratios = [
+        f"{mine / theirs:.2f} times its {label}"
+        for label, mine, theirs in (
+            ("mean TTFT", best.mean_ttft_ms, first.metrics.mean_ttft_ms),
+            ("mean TPOT", best.mean_tpot_ms, first.metrics.mean_tpot_ms),
+        )
+        if mine and theirs
+    ]
+    speed = speed_of(best, is_steady) / speed_of(first.metrics, is_steady)
+    return [", ".join([f"{text}: {speed:.2f} times those of {first.name}", *ratios])]
 
 
 def pays_of(record: PassRecord, needed: float | None) -> list[str]:

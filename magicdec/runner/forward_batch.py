@@ -49,7 +49,8 @@ class ForwardBatch:
 
     `policy` (default: the runner's) chooses among the first `committed` tokens of each row
     (default: all). Only the last `num_outputs` tokens get logits (default: all). The reads of a
-    draft are also counted apart. A part of a prompt has the same bits in any other part."""
+    draft are also counted apart. A part of a prompt has the same bits in any other part.
+    `observers` see this forward, beside those of the runner."""
 
     tokens: Tokens
     rows: Rows
@@ -59,11 +60,12 @@ class ForwardBatch:
     is_draft: bool = False
     is_of_prompt: bool = False
     cancellation: Cancellation | None = None
+    observers: Sequence[ForwardObserver] = ()
 
 
 class ForwardObserver:
-    """One that sees forwards of a runner (`ModelRunner.observers`). What nobody needs is not
-    computed."""
+    """One that sees forwards of a runner (`ModelRunner.observers`), or one of them
+    (`ForwardBatch.observers`). What nobody needs is not computed."""
 
     needs_weights: bool = False
     """It sees attention weights. Native attention computes them in passing."""

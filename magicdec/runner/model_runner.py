@@ -6,8 +6,7 @@ Shapes: B rows, T new tokens, V vocabulary rows on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
@@ -21,7 +20,7 @@ from magicdec.distributed.groups import Group
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows, upload
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.kv.kernel_view import make_kernel_view
-from magicdec.kv.layer_caches import LayerCaches, Storage, WindowRoom, storages_of
+from magicdec.kv.layer_caches import Forks, LayerCaches, Storage, WindowRoom, storages_of
 from magicdec.kv.layer_views import LayerViews, LayerWindows
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import FULL, KVView, Visible, make_view
@@ -62,6 +61,7 @@ class ModelRunner:
     max_following: int | None = None  # drafts included; default: as many as a row holds
     window_room: WindowRoom | None = None  # default: layers with a window keep every token
     shares_prefixes: bool = False  # rows whose texts begin alike share blocks
+    forks: Forks | None = None  # the last rows, which fork the texts of the others
     offsets: Tensor | None = None
     draft_runner: ModelRunner | None = None
     observers: list[ForwardObserver] = field(default_factory=list)
@@ -185,6 +185,7 @@ class ModelRunner:
             self,
             num_rows=num_rows,
             max_following=max_following,
+            forks=None,
             draft_runner=None if draft is None else draft.with_rows(num_rows, max_following),
             shared_caches=self.caches,
             shared_counts=self.counts,
@@ -207,17 +208,6 @@ class ModelRunner:
         others = [other for other in self.observers if not isinstance(other, kind)]
         self.observers[:] = others if observer is None else [*others, observer]
 
-    @contextmanager
-    def observed_by(self, observers: Sequence[ForwardObserver]) -> Iterator[None]:
-        """Within it, `observers` see forwards too. Of one that is enqueued, what they want then is
-        shown to them later."""
-        self.observers.extend(observers)
-        try:
-            yield
-        finally:
-            for observer in observers:
-                self.observers.remove(observer)
-
     def storages(self) -> list[Storage]:
         """The storage of the layers with each of the windows."""
         return storages_of(
@@ -228,14 +218,26 @@ class ModelRunner:
             self.backend.block_size,
             self.block_tokens,
             self.num_blocks,
+            self.forks,
         )
+
+    @property
+    def num_texts(self) -> int:
+        """The rows that fork no other."""
+        return self.num_rows - (0 if self.forks is None else self.forks.num_rows)
 
     def allocate(self, row: int) -> None:
         self.caches.allocate(row, self.max_tokens)
 
+    def fork(self, row: int, source: int, length: int) -> None:
+        """Let an empty row of `forks` begin with the first `length` tokens of `source`."""
+        assert self.forks is not None and row >= self.num_texts > source, "forks are the last rows"
+        self.caches.fork(row, source, length, length + self.forks.num_tokens)
+
     def release(self, row: int, text: Sequence[int] = ()) -> None:
         self.caches.release(row, text)
 
+    @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Append the tokens of a batch to its rows. Returns this rank's logits [B, T, V], or [B,
         num_outputs, V] of the last tokens, or hidden states of a model's part.
@@ -249,11 +251,10 @@ class ModelRunner:
         assert forward.out is not None, "it has just been computed"
         return forward.out
 
-    @torch.inference_mode()
     def enqueue(self, batch: ForwardBatch) -> EnqueuedForward:
         """As `forward`, but a native forward may wait for the next, of other rows, so that both
         read the weights once, at latest until `execute`. Until then it has no output, and its rows
-        must not change."""
+        must not change. Whoever calls it is in inference mode, which takes time to enter."""
         tokens = batch.tokens
         x = tokens if isinstance(tokens, Tensor) else upload(tokens, self.device)
         num_new = x.shape[1]
@@ -267,18 +268,20 @@ class ModelRunner:
         forward = EnqueuedForward(
             x, rows, views, num_outputs, is_draft=batch.is_draft, cancellation=batch.cancellation
         )
-        if self.observers:
-            self._ask_observers(forward)
+        if self.observers or batch.observers:
+            self._ask_observers(forward, [*self.observers, *batch.observers])
         if self.executor is not None and self.executor.serves(forward):
             self.enqueued.append(forward)
         else:
             self._run_layers(forward)
         return forward
 
-    def _ask_observers(self, forward: EnqueuedForward) -> None:
+    def _ask_observers(
+        self, forward: EnqueuedForward, observers: Sequence[ForwardObserver]
+    ) -> None:
         if forward.is_draft:
             self._show_draft(forward.rows, forward.views, 1)
-        forward.observers = [observer for observer in self.observers if observer.wants(forward)]
+        forward.observers = [observer for observer in observers if observer.wants(forward)]
 
     def _show_draft(self, rows: BatchRows, views: LayerViews, num_forwards: int) -> None:
         for observer in self.observers:
@@ -302,9 +305,9 @@ class ModelRunner:
 
         return self.windows.views(policy, view)
 
-    @torch.inference_mode()
     def execute(self) -> None:
-        """Compute the forwards that are enqueued, in one native call.
+        """Compute the forwards that are enqueued, in one native call. In inference mode, as
+        `enqueue`.
 
         Raises:
             Cancelled: the last one's cancellation was set before a layer. None is appended.
@@ -408,13 +411,12 @@ class ModelRunner:
     def can_chain(self) -> bool:
         return self.executor is not None
 
-    @torch.inference_mode()
     def draft(
         self, batch: ForwardBatch, count: int, pa: float = 0.0, states: Tensor | None = None
     ) -> Tensor:
         """At most `count` greedy draft ids [B, K] of each row after a batch's token ids [B, T]. All
         tokens but the last draft are appended. Chains stop at `pa` as in `draft_chain`. `states`
-        [B, T, hidden]: of an EAGLE-3 head, beside the tokens."""
+        [B, T, hidden]: of an EAGLE-3 head, beside the tokens. In inference mode, as `enqueue`."""
         assert self.executor is not None, "asked of a runner that can chain"
         tokens = batch.tokens
         token_ids = tokens if isinstance(tokens, Tensor) else upload(tokens, self.device)

@@ -19,6 +19,7 @@ from magicdec.runner.sampling.model_tokens import next_tokens
 from magicdec.runner.step_plan import PrefillChunk
 
 
+@torch.inference_mode()
 def prefill(
     runner: ModelRunner,
     parts: Sequence[PrefillChunk],

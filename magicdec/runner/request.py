@@ -222,15 +222,16 @@ class Batch:
 
     requests: tuple[Request, ...]
 
-    @property
-    def ids(self) -> list[int]:
-        return [request.request_id for request in self.requests]
+    @cached_property
+    def ids(self) -> tuple[int, ...]:
+        return tuple([request.request_id for request in self.requests])
 
-    @property
-    def rows(self) -> list[int]:
-        rows = [r.row for r in self.requests]
-        assert None not in rows, "a scheduled request has a row"
-        return [row for row in rows if row is not None]
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Those of the cache, which requests have as long as they run."""
+        rows = tuple([request.row for request in self.requests if request.row is not None])
+        assert len(rows) == len(self.requests), "a scheduled request has a row"
+        return rows
 
 
 @dataclass(frozen=True)

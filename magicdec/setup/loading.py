@@ -181,6 +181,7 @@ def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
         max_following=max_following(plan.config, plan.tokens),
         window_room=plan.window_room,
         shares_prefixes=plan.shares_prefixes,
+        forks=plan.forks,
     )
     if plan.state_layers:
         runner.observers.append(HiddenStates.of(runner, plan.state_layers))
@@ -217,8 +218,7 @@ def make_draft(
         )
         if target is not None:
             plan = plan.beside(target)
-        if num_forks:
-            plan = plan.with_forks(num_forks)
+        plan = plan.with_forks(num_forks)
         runner = make_runner(plan, source, groups.draft, models)
         keep_queries(runner, config.kv)
         if isinstance(runner.model, EagleHead):

@@ -16,7 +16,7 @@ from magicdec.hardware.costs import (
     narrow_bytes,
     stored_bytes,
 )
-from magicdec.kv.layer_caches import Storage, WindowRoom, storages_of
+from magicdec.kv.layer_caches import Forks, Storage, WindowRoom, storages_of
 from magicdec.kv.layer_views import LayerWindows
 from magicdec.kv.view import WEIGHTS_BLOCK, SinksAndWindow
 from magicdec.model.config import ModelConfig
@@ -25,9 +25,6 @@ from magicdec.names import NARROW, PACKED, STORED
 from magicdec.runner.device_batch import NEWEST
 from magicdec.speculation.policies.policy import make_policy
 from magicdec.speculation.rolling_runner import BLOCK_SIZE, MOST_REWOUND, blocks_held
-
-# Tokens of a block of rows that fork, of which a fork copies at most one; or what kernels ask for.
-FORK_BLOCK = 16
 
 
 def max_tokens(config: ResolvedConfig) -> int:
@@ -54,13 +51,6 @@ def rewound_by_pass(config: ResolvedConfig, row_tokens: int) -> int:
     """The most tokens by which a run truncates a row of `row_tokens`: each pass goes back to the
     end of the prompt."""
     return max_following(config, row_tokens) + rewound_by_step(config)
-
-
-def blocks_of_forks(num_forks: int, num_texts: int, gamma: int, block: int) -> int:
-    """The most blocks that forks of neighbouring positions of texts take for `gamma` drafts, beside
-    those of the texts: one that is copied, and more for those whose drafts end in the next."""
-    num_whole, rest = divmod(gamma, block)
-    return num_forks * (1 + num_whole) + rest * (-(-num_forks // block) + num_texts)
 
 
 @dataclass(frozen=True)
@@ -122,6 +112,8 @@ class ModelPlan:
     cache_tokens: int | None = None
     rewound: int | None = None
     shares_prefixes: bool = False  # rows whose texts begin alike share blocks
+    forks: Forks | None = None  # rows beside those of the config, which fork their texts
+    kept_states: tuple[int, ...] = ()  # `state_layers` of another run, with which it shares prompts
 
     @property
     def shard(self) -> Shard:
@@ -163,7 +155,7 @@ class ModelPlan:
 
     @property
     def num_rows(self) -> int:
-        return self.config.capacity.rows
+        return self.config.capacity.rows + (0 if self.forks is None else self.forks.num_rows)
 
     @property
     def tokens(self) -> int:
@@ -214,21 +206,13 @@ class ModelPlan:
         return asked
 
     def with_forks(self, num_forks: int) -> ModelPlan:
-        """This plan with more rows, which fork the texts of the others at neighbouring positions:
-        they share blocks, and have room for drafts. Every token is kept: all forks go back."""
-        room = self.config.capacity
-        block = backend_class(self.backend)().block_size(FORK_BLOCK)
-        per_text = -(-self.tokens // block)
-        gamma = self.config.decoding.max_gamma
-        num_blocks = room.rows * per_text + blocks_of_forks(num_forks, room.rows, gamma, block)
-        return replace(
-            self,
-            config=replace(self.config, capacity=replace(room, rows=room.rows + num_forks)),
-            row_tokens=self.tokens,
-            block_tokens=block,
-            cache_tokens=num_blocks * block,
-            rewound=None,
-        )
+        """This plan with more rows, if `num_forks`, which fork the texts of the others and draft.
+        Every token is kept: all forks go back."""
+        if not num_forks:
+            return self
+        # Beside the newest token and its drafts, a copied choice is filled past its end.
+        forks = Forks(num_forks, self.config.decoding.max_gamma + 1)
+        return replace(self, rewound=None, forks=forks)
 
     def beside(self, target: ModelPlan) -> ModelPlan:
         """This plan of a draft, which shares prefixes as `target` does, in a cache as large as
@@ -259,6 +243,7 @@ class ModelPlan:
             backend_class(self.backend)().block_size,
             self.block_tokens,
             self.num_blocks,
+            self.forks,
         )
 
     @property
@@ -333,16 +318,20 @@ class ModelPlan:
         if policy.is_copied:  # with room for the tokens that follow
             chosen = policy.copied_tokens(config.capacity.prompt_len)
             copied = min(chosen + max_following(config, self.tokens), self.tokens)
-            block = backend_class(self.backend)().block_size(copied)
-            num_tokens = self.num_rows * -(-copied // block) * block
-            return num_tokens * self.bytes_per_token
+            block_size = backend_class(self.backend)().block_size
+            (copy,) = storages_of([None], None, self.num_rows, copied, block_size, forks=self.forks)
+            return copy.num_tokens * self.bytes_per_token
         if not is_self:
             return 0
         queries, (first, last) = self.shard.heads(self.model.num_heads, self.model.num_kv_heads)
         group = (queries[1] - queries[0]) // (last - first)
         blocks = -(-self.tokens // WEIGHTS_BLOCK)
-        numbers = policy.state_numbers(blocks, self.model.cached_head_dim, group)
-        return self.part_model.num_layers * self.num_rows * (last - first) * numbers * 4
+        size = self.model.cached_head_dim
+        texts = config.capacity.rows
+        numbers = texts * policy.state_numbers(blocks, size, group)
+        # Forks have the blocks of their texts.
+        numbers += (self.num_rows - texts) * policy.state_numbers(0, size, group)
+        return self.part_model.num_layers * (last - first) * numbers * 4
 
     @property
     def query_bytes(self) -> int:
@@ -360,8 +349,10 @@ class ModelPlan:
     def state_layers(self) -> tuple[int, ...]:
         """The layers whose hidden states this rank keeps for an EAGLE-3 head."""
         draft = self.config.draft
-        if self.is_draft or draft is None or self.rank not in draft.rank_group:
+        if self.is_draft:
             return ()
+        if draft is None or not draft.state_layers or self.rank not in draft.rank_group:
+            return self.kept_states
         return draft.state_layers
 
     @property
@@ -371,7 +362,8 @@ class ModelPlan:
         if not numbers:
             return 0
         bytes_per_token = numbers * DTYPE_BYTES[self.config.model.dtype] + 8
-        return self.num_rows * self.tokens * bytes_per_token
+        num_rows = self.config.capacity.rows + (self.forks is not None)
+        return num_rows * self.tokens * bytes_per_token
 
     @property
     def bytes_per_token(self) -> int:

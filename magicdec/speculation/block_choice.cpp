@@ -90,11 +90,12 @@ extern "C" void magicdec_top_blocks(const float* scores, int64_t layer_stride, i
 }
 
 // scores [L, B, G, N]: the softmax over the blocks spans[b] (first, stop) of mean key . query / sqrt(D), summed over the rep
-// query heads of a KV head; 0 for all other blocks. queries [L, R, G, rep, D] and means [L, R, G, blocks, D] are those of
-// all R rows of the cache, of which rows [B] take part.
+// query heads of a KV head; 0 for all other blocks. queries [L, R, G, rep, D] are those of all R rows of the cache, of
+// which rows [B] take part, and means [L, T, G, blocks, D] those of T rows, of which each has one of texts [B].
 extern "C" void magicdec_score_blocks(const float* queries, const float* means, const int64_t* rows,
-                                      const int64_t* spans, int64_t L, int64_t B, int64_t G, int64_t R, int64_t rep,
-                                      int64_t D, int64_t blocks, int64_t N, float* scores) {
+                                      const int64_t* texts, const int64_t* spans, int64_t L, int64_t B, int64_t G,
+                                      int64_t R, int64_t T, int64_t rep, int64_t D, int64_t blocks, int64_t N,
+                                      float* scores) {
     const float scale = 1.0f / std::sqrt(float(D));
 #pragma omp parallel
     {
@@ -104,6 +105,7 @@ extern "C" void magicdec_score_blocks(const float* queries, const float* means, 
             for (int64_t b = 0; b < B; ++b)
                 for (int64_t g = 0; g < G; ++g) {
                     const int64_t place = (layer * R + rows[b]) * G + g;
+                    const int64_t text = (layer * T + texts[b]) * G + g;
                     const int64_t first = spans[2 * b], stop = std::min(spans[2 * b + 1], N);
                     float* to = scores + ((layer * B + b) * G + g) * N;
                     std::fill(to, to + N, 0.0f);
@@ -111,7 +113,7 @@ extern "C" void magicdec_score_blocks(const float* queries, const float* means, 
                         const float* query = queries + (place * rep + head) * D;
                         float most = -1e30f, total = 0;
                         for (int64_t i = first; i < stop; ++i) {
-                            const float* mean = means + (place * blocks + i) * D;
+                            const float* mean = means + (text * blocks + i) * D;
                             float sum = 0;
                             for (int64_t d = 0; d < D; ++d) sum += query[d] * mean[d];
                             weights[i] = sum * scale;

@@ -39,7 +39,7 @@ def library() -> ctypes.CDLL:
         _SIZE,
         _POINTER,
     )
-    native.magicdec_score_blocks.argtypes = (*(_POINTER,) * 4, *(_SIZE,) * 8, _POINTER)
+    native.magicdec_score_blocks.argtypes = (*(_POINTER,) * 5, *(_SIZE,) * 9, _POINTER)
     native.magicdec_mean_keys.argtypes = (
         ctypes.c_int,
         _POINTER,
@@ -83,13 +83,15 @@ def score_blocks(
     queries: Tensor,
     means: Tensor,
     rows: Tensor,
+    texts: Tensor,
     blocks: Sequence[tuple[int, int]],
     num_blocks: int,
 ) -> Tensor:
     """Softmax of mean key . query / sqrt(D) over `blocks` [B] (first, stop), summed over the query
     heads of a KV head: float32 [L, B, G, num_blocks].
 
-    queries [L, R, G, H/G, D] and means [L, R, G, blocks, D] are contiguous float32."""
+    queries [L, R, G, H/G, D] at `rows` [B] and means [L, any, G, blocks, D] at `texts` [B] are
+    contiguous float32."""
     assert queries.is_contiguous() and means.is_contiguous()
     layers, num_rows, heads, rep, size = queries.shape
     scores = torch.empty(layers, len(rows), heads, num_blocks)
@@ -98,11 +100,13 @@ def score_blocks(
         queries.data_ptr(),
         means.data_ptr(),
         rows.data_ptr(),
+        texts.data_ptr(),
         spans.data_ptr(),
         layers,
         len(rows),
         heads,
         num_rows,
+        means.shape[1],
         rep,
         size,
         means.shape[3],

@@ -44,6 +44,9 @@ class DraftKV:
     def admit(self, requests: Sequence[Request]) -> None:
         """Take in `requests`, whose prompts are in the runner's cache."""
 
+    def fork(self, forks: Sequence[Request], texts: Sequence[Request]) -> None:
+        """Take in `forks` (see `Drafter.fork`), which the runner's own cache has."""
+
     def release(self, rows: Sequence[int]) -> None:
         """Forget the ended requests in `rows`."""
 

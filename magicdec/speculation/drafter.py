@@ -95,6 +95,12 @@ class Drafter(ABC):
         """Prepare for `requests`, whose prompts are in the target's cache. Timed as `begin_ms`,
         not as decoding."""
 
+    def fork(self, forks: Sequence[Request], texts: Sequence[Request]) -> None:  # noqa: B027
+        """Admit requests at earlier places of `texts`, of each of which one begins with so much.
+        The texts were admitted at the ends of their prompts, and prepared for a draft at their own
+        ends since; their rows stay as they are until the forks are released. The target's cache
+        has forked (`ModelRunner.fork`)."""
+
     def lengths(self, choices: Sequence[int]) -> Sequence[int]:
         """The draft lengths of captured steps where `choices` may be asked for; others are
         padded."""
@@ -133,6 +139,14 @@ class Drafter(ABC):
         """Forget the ended requests in `rows`."""
 
 
+def fork_rows(runner: ModelRunner, forks: Sequence[Request], texts: Sequence[Request]) -> None:
+    """Let the rows of `forks` begin with the cached tokens that each has of its text."""
+    for request, text in zip(forks, texts, strict=True):
+        assert request.row is not None and text.row is not None, "texts and forks have rows"
+        length = min(request.num_cached, runner.cache.lengths[text.row])
+        runner.fork(request.row, text.row, length)
+
+
 class StandaloneDrafter(Drafter):
     """A drafter with a model, and a KV cache of its own, on some of the target's ranks. The others
     only receive its tokens."""
@@ -144,6 +158,11 @@ class StandaloneDrafter(Drafter):
         self.vocab_size = target.model.config.vocab_size
         self.draft_kv = None if draft.runner is None else make_draft_kv(draft.runner, kv)
         self.can_capture = not draft.is_rolling
+
+    def fork(self, forks: Sequence[Request], texts: Sequence[Request]) -> None:
+        if self.draft_kv is not None and self.draft.runner is not None:
+            fork_rows(self.draft.runner, forks, texts)
+            self.draft_kv.fork(forks, texts)
 
     def release(self, rows: Sequence[int]) -> None:
         if self.draft_kv is not None and self.draft.runner is not None:

@@ -23,9 +23,8 @@ from magicdec.runner.model_runner import ModelRunner, gather_vocab, greedy
 from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.metadata import SamplingMetadata
-from magicdec.runner.sampling.model_tokens import Proposal, confidence
-from magicdec.runner.sampling.randomness import Purpose
-from magicdec.runner.sampling.sampling import probabilities, process, sample
+from magicdec.runner.sampling.model_tokens import Proposal, confidence, drawn_draft
+from magicdec.runner.sampling.sampling import process
 from magicdec.speculation.draft_kv import DraftKV
 from magicdec.speculation.drafter import (
     DraftModel,
@@ -83,6 +82,14 @@ class EagleDrafter(StandaloneDrafter):
             runner.allocate(request.row)
             self._fill(self.draft_kv, request.row, 0, self.target.cache.lengths[request.row] - 1)
         self.draft_kv.admit(requests)
+
+    def fork(self, forks: Sequence[Request], texts: Sequence[Request]) -> None:
+        super().fork(forks, texts)
+        if self.draft_kv is not None:
+            rows, text_rows = (
+                [r.row for r in some if r.row is not None] for some in (forks, texts)
+            )
+            self.states.fork(rows, text_rows)
 
     def prepare(self, requests: Sequence[Request], gamma: int) -> int:
         """Fill the slots of rows that lack more than a step commits. Returns how many slots the
@@ -179,6 +186,4 @@ class EagleDrafter(StandaloneDrafter):
         whole = process(whole, sampling.penalties, drafts)
         if draws is None:
             return whole.argmax(dim=-1), None
-        probs = probabilities(whole, draws.filters)
-        u = draws.ahead(1, Purpose.DRAFT, skip=drafts.shape[1])
-        return sample(probs[:, 0], u[:, 0]).unsqueeze(1), probs
+        return drawn_draft(whole, sampling, drafts)

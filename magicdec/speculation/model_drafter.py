@@ -96,6 +96,9 @@ class SelfDrafter(Drafter):
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
         self.draft_kv.commit(rows, lengths)
 
+    def fork(self, forks: Sequence[Request], texts: Sequence[Request]) -> None:
+        self.draft_kv.fork(forks, texts)
+
     def release(self, rows: Sequence[int]) -> None:
         self.draft_kv.release(rows)
 
@@ -148,6 +151,10 @@ class ModelDrafter(StandaloneDrafter):
         num_tokens = min(most, runner.max_tokens)
         num_shared = runner.caches.begin(row, request.cached_ids, num_tokens)
         return replace(whole, start=num_shared, num_shared=num_shared)
+
+    def fork(self, forks: Sequence[Request], texts: Sequence[Request]) -> None:
+        super().fork(forks, texts)
+        self._requests |= {request.row: request for request in forks if request.row is not None}
 
     def text_of(self, row: int) -> Sequence[int]:
         request = self._requests.pop(row)

@@ -56,8 +56,7 @@ def rerun_tail(
     layers = range(len(runner.model.layers))
     entries = [runner.caches.read(layer, rows.index, places) for layer in layers]
     cache.truncate(rows, before)
-    with runner.observed_by([observer]):
-        runner.forward(ForwardBatch(token_ids, rows, num_outputs=0))
+    runner.forward(ForwardBatch(token_ids, rows, num_outputs=0, observers=[observer]))
     for layer, (k, v) in enumerate(entries):
         runner.caches.write(layer, rows.index, places, k, v)
 

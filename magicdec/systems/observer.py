@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from magicdec.engine.scheduler import StepCounts
@@ -92,32 +91,30 @@ class PassObserver:
 
     def end(self) -> None:
         """The last step has ended."""
-        self._count_reads(is_decoding=False)
+        if self._counted_from is not None:
+            self._count_reads()
         self._runners = ()
 
-    def _count_reads(self, is_decoding: bool) -> None:
-        """Count what the runners read from now on, or no longer. Copies of counts take some time,
-        so that there is none from one step that decodes to the next."""
-        if self._counted_from is None and is_decoding:
+    def _count_reads(self) -> None:
+        """Count what the runners read from now on, or no longer."""
+        if self._counted_from is None:
             self._counted_from = self._copy_counts()
-        elif self._counted_from is not None and not is_decoding:
+        else:
             columns = zip(self.reads, self._runners, self._counted_from, strict=True)
             self.reads = [reads.plus(runner.counts.minus(then)) for reads, runner, then in columns]
             self._counted_from = None
+        self._num_forwards = self._count_forwards()
 
     def _copy_counts(self) -> list[ForwardCounts]:
         return [runner.counts.copy() for runner in self._runners]
 
-    def phase(self, name: str) -> AbstractContextManager[object]:
-        """A context that times a phase of a step, such as "draft"."""
-        return nullcontext() if self.phases is None else self.phases(name)
-
     def watch(self, plan: StepPlan) -> None:
         """A step begins now."""
         self.counts.watch(plan)
-        self._count_reads(is_decoding=plan.decoding is not None)
-        self._num_forwards = self._count_forwards()
-        self._prompt_tokens = sum(part.stop - part.start for part in plan.parts)
+        # Counts take some time, so that there are none from one step that decodes to the next.
+        if (plan.decoding is None) != (self._counted_from is None):
+            self._count_reads()
+        self._prompt_tokens = sum([part.stop - part.start for part in plan.parts])
 
     def observe(self, request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
         """A step that decodes has ended; other requests may have been prefilled in it."""
@@ -154,4 +151,4 @@ class PassObserver:
         self.verifications.use_digests(request_digests)
 
     def _count_forwards(self) -> int:
-        return sum(runner.counts.num_forwards for runner in self._runners)
+        return sum([runner.counts.num_forwards for runner in self._runners])

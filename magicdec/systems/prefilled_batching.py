@@ -28,6 +28,7 @@ from magicdec.setup.model_plan import ModelPlan, max_tokens
 from magicdec.setup.prepare import Prepared
 from magicdec.speculation.draft_length import DraftLength, make_draft_length
 from magicdec.speculation.drafter import DraftModel
+from magicdec.speculation.policies.policy import keep_queries
 from magicdec.speculation.steps.build import build_decoder
 from magicdec.speculation.steps.logits_recorder import LogitsRecorder
 from magicdec.speculation.steps.strategy import DecodingStrategy
@@ -105,14 +106,17 @@ class PrefilledBatching(Flover):
     def _make_draft(self) -> DraftModel | None:
         return make_draft(self.run, self.groups, self.shared.models)
 
-    def _make_runner(self, room: CacheDemand) -> ModelRunner:
+    def _make_runner(self) -> ModelRunner:
+        room = self.room
         source = self.run.source
         group = self.groups.target
         plan = self._plan_of(room.max_tokens, room.rewound)
         model = self.shared.models.get(source, group, plan.kinds)
         # Before the cache takes memory.
         self.shared.models.get_copy(source, group, plan)
-        return runner_of(plan, model, group)
+        runner = runner_of(plan, model, group)
+        keep_queries(runner, room.kv)
+        return runner
 
     def _plan_of(self, row_tokens: int, rewound: int | None = None) -> ModelPlan:
         group = self.groups.target

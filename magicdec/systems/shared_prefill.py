@@ -21,7 +21,7 @@ from magicdec.runner.observers.prompt_queries import PromptQueries
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.setup.loading import LoadedModels
 from magicdec.setup.model_plan import max_tokens, rewound_by_pass
-from magicdec.speculation.policies.policy import keep_queries, make_policy
+from magicdec.speculation.policies.policy import make_policy
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ class CacheDemand:
     """The caches of runs that share their prompts: tokens of a row, by how many it is truncated,
     and the KV section whose policy needs queries of most prompt tokens. `is_kept`: every group of
     prompts has its own cache and is prefilled once. `num_forks`: rows beside those of prompts.
-    `is_nested`: prompts may be the beginnings of those that a cache has."""
+    `is_nested`: prompts may be the beginnings of those that a cache has. `state_layers`: after
+    these the states of all tokens are kept, also where the run reads none."""
 
     max_tokens: int
     rewound: int | None  # None: to the begin of a row
@@ -128,6 +129,7 @@ class CacheDemand:
     is_kept: bool = False
     num_forks: int = 0
     is_nested: bool = False
+    state_layers: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, configs: Sequence[ResolvedConfig], is_kept: bool = False) -> CacheDemand:
@@ -181,21 +183,18 @@ class SharedPrefill:
         self,
         config: ResolvedConfig,
         room: CacheDemand,
-        make_runner: Callable[[CacheDemand], ModelRunner],
+        make_runner: Callable[[], ModelRunner],
     ) -> PromptCaches:
-        """The caches of a run, filled if the last run had the same prompts."""
+        """The caches of a run, filled if the last run had the same prompts. `make_runner` makes one
+        with such a cache."""
         if room.is_nested:
             config = replace(config, workload=replace(config.workload, prefix_len=0))
+        if room.state_layers:
+            config = replace(config, draft=None)
         key = prefill_key(config), room
         if self._caches is None or key != self._key:
             self._caches = None  # before others take their memory
-
-            def make() -> ModelRunner:
-                runner = make_runner(room)
-                keep_queries(runner, room.kv)
-                return runner
-
             chunk = config.attention.prefill_chunk
-            self._caches = PromptCaches(make, chunk, self.progress, room.is_kept)
+            self._caches = PromptCaches(make_runner, chunk, self.progress, room.is_kept)
             self._key = key
         return self._caches

@@ -24,7 +24,7 @@ def test_two_ranks_measure_all_drafts_and_one_of_them_says_what_follows(
     machine.save(tmp_path / "machine.json")
     words = ["--model", tiny_checkpoint, "--dataset", text_file, "--nproc", "2"]
     words += ["--draft", "ngram", "self", "--budget", "40", "--prefix_len", "90", "--gen_len", "8"]
-    words += ["--num_batches", "2", "--time", "10m", "--out", "r.jsonl"]
+    words += ["--num_batches", "3", "--time", "10m", "--out", "r.jsonl"]
     done = subprocess.run(
         [sys.executable, "-m", "magicdec", "advise", *map(str, words)],
         cwd=tmp_path,
@@ -39,7 +39,11 @@ def test_two_ranks_measure_all_drafts_and_one_of_them_says_what_follows(
     assert len(records) == 2 * done.stdout.count("\nrun        ") >= 10
     assert all(record.environment.world_size == 2 and record.passed for record in records)
     references = [record for record in records if record.is_reference]
-    assert (
-        len({str([group.step_ms for group in reference.groups]) for reference in references}) == 1
+    times = {tuple(str(group.step_ms) for group in record.groups) for record in references}
+    counts = sorted(map(len, times))
+    assert counts in ([3], [1, 3]), "some drafts may end after the first batch"
+    assert len({own[0] for own in times}) == 1, "all have one baseline"
+    assert done.stdout.count(": batches after the first") == len(
+        [record for record in records if record.is_drafting and len(record.groups) == 1]
     )
     assert done.stdout.count("Speculation") == 1 and "--nproc 2" in done.stdout.splitlines()[-1]

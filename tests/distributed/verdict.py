@@ -21,7 +21,7 @@ def main() -> None:
     if sys.argv[2] == "lossy":
         plant(pytest.MonkeyPatch(), 0.2)
     prepared = prepare(short_run("bfloat16", launch.world_size), launch)
-    record = execute(prepared, is_leader=False).record
+    record = execute(prepared).record
     assert record.correctness is not None
     found = [record.status, asdict(record.correctness)]
     (out / f"{launch.rank}.json").write_text(json.dumps(found))

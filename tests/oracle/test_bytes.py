@@ -169,5 +169,5 @@ def test_the_cache_of_a_window_by_hand() -> None:
 
 def test_states_for_a_head_by_hand() -> None:
     """Three states of 64 bfloat16 numbers and an id of 8 bytes for each of 2 x 50 tokens."""
-    states = HiddenStates((1, 3, 5), 2, 50, 64, torch.bfloat16, torch.device("cpu"))
+    states = HiddenStates((1, 3, 5), 2, 2, 50, 64, torch.bfloat16, torch.device("cpu"))
     assert states.num_bytes == 2 * 50 * (3 * 64 * 2 + 8)

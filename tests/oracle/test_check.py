@@ -252,7 +252,7 @@ def test_a_logit_that_is_not_a_number_is_no_tie() -> None:
 
 def run(dtype: str, num_rows: int = 16) -> PassRecord:
     config = short_run(dtype, num_rows=num_rows)
-    return execute(prepare(config, Launch(0, 1, 0, 1)), is_leader=False).record
+    return execute(prepare(config, Launch(0, 1, 0, 1))).record
 
 
 @pytest.mark.wide

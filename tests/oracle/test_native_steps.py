@@ -228,8 +228,7 @@ def test_rows_with_different_numbers_of_new_tokens_share_a_forward(
         seen = AttentionWeights()
         before = runner.counts.copy()
         chunk = runner.enqueue(ForwardBatch(ids_for(1, 41), [1], num_outputs=0))
-        with runner.observed_by([seen]):
-            verified = runner.enqueue(ForwardBatch(ids_for(2, 4), [0, 3]))
+        verified = runner.enqueue(ForwardBatch(ids_for(2, 4), [0, 3], observers=[seen]))
         assert (chunk.out is None) == (verified.out is None) == (runner.executor is not None)
         logits = runner.forward(ForwardBatch(ids_for(1, 1), [2]))
         assert chunk.out is not None and chunk.out.shape[1] == 0 and verified.out is not None
@@ -357,8 +356,7 @@ def test_attention_weights_and_queries_are_shown(dtype: torch.dtype) -> None:
     seen = list[tuple[AttentionWeights, AttentionQueries]]()
     for runner in (first, second):
         observers = AttentionWeights(), AttentionQueries()
-        with runner.observed_by(observers):
-            runner.forward(ForwardBatch(ids_for(2, 5), [0, 1]))
+        runner.forward(ForwardBatch(ids_for(2, 5), [0, 1], observers=observers))
         assert runner.observers == []
         seen.append(observers)
     for ours, theirs in zip(*seen, strict=True):

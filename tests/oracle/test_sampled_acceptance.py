@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import Command
 from torch import Tensor
 
-from magicdec.bench.acceptance.record import counts_of
+from magicdec.bench.acceptance import measuring
+from magicdec.bench.acceptance.record import counts_of, cumulative_of, steps_of
 from magicdec.runner.request import StepOutput
 from magicdec.runner.sampling import model_tokens
 from magicdec.runner.sampling.metadata import SamplingMetadata
@@ -113,14 +115,15 @@ def force(monkeypatch: pytest.MonkeyPatch, texts: Tensor) -> None:
 def test_a_run_accepts_drafts_with_the_probabilities_of_the_table(
     name: str, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """At each of its verifications those that the table has at its position. What it accepts is
-    within 4 standard errors of what they say, at each depth."""
+    """At each of its verifications those that the table has at its position, where drafts are drawn
+    there. What it accepts is within 4 standard errors of what they say, at each depth."""
     table_flags, run_flags = DRAFTS[name]
     with monkeypatch.context() as patch:
         watch = Watch(patch)
         run(command, tmp_path, f"{run_flags} {SAMPLED} --gamma {GAMMA} --no_baseline")
     with monkeypatch.context() as patch:
         force(patch, torch.tensor([watch.tokens[row][: NEW - 1] for row in range(ROWS)]))
+        patch.setattr(measuring, "can_fork", lambda config: False)
         words = f"{table_flags} {SAMPLED} --gamma {GAMMA}"
         (record,) = measured(command, tmp_path / "table.jsonl", words)
     table = record["acceptance_probabilities"]
@@ -139,20 +142,73 @@ def test_a_run_accepts_drafts_with_the_probabilities_of_the_table(
     assert cumulative == pytest.approx(rows.tolist(), abs=5e-5)
 
 
+@pytest.mark.parametrize("name", DRAFTS)
+def test_steps_of_a_run_over_its_text_are_those_that_forks_expect(
+    name: str, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Given the text that a run has emitted, its steps and what they accept are within 4 standard
+    errors of what forks of this text say, which draw nothing."""
+    table_flags, run_flags = DRAFTS[name]
+    longer = SAMPLED.replace(f"--gen_len {NEW}", f"--gen_len {NEW + GAMMA}")
+    with monkeypatch.context() as patch:
+        watch = Watch(patch)
+        run(command, tmp_path, f"{run_flags} {longer} --gamma {GAMMA} --no_baseline")
+    texts = torch.tensor([watch.tokens[row][: NEW - 1 + GAMMA] for row in range(ROWS)])
+    next_tokens = model_tokens.next_tokens
+
+    def forced(runner: Any, logits: Tensor, sampling: SamplingMetadata) -> Tensor:
+        assert sampling.draws is not None
+        ids, emitted = next_tokens(runner, logits, sampling), sampling.draws.emitted
+        own = texts.gather(1, (emitted.unsqueeze(1) - 1).clamp(min=0))
+        return torch.where(emitted.unsqueeze(1) > 0, own, ids)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model_tokens, "next_tokens", forced)
+        words = f"{table_flags} {SAMPLED} --gamma {GAMMA}"
+        (record,) = measured(command, tmp_path / "table.jsonl", words)
+    assert record["is_forked"] and record["inexact"] is None
+    by_text = [cumulative_of(text, GAMMA) for text in record["acceptance_probabilities"]]
+    expected = np.array([steps_of(cumulative, GAMMA) for cumulative in by_text])
+    found = np.zeros((ROWS, 2))
+    for row, place, is_accepted, _ in watch.verified:
+        if place < NEW - 1:
+            found[row] += sum(is_accepted), 1
+    off = found - expected
+    error = off.std(axis=0) * ROWS**0.5
+    assert (abs(off.sum(axis=0)) < 4 * error).all(), (off.sum(axis=0), error)
+    assert (error < 0.1 * found.sum(axis=0)).all(), "a fault of two fifths would be seen"
+    accepted, steps = expected.sum(axis=0)
+    tokens_per_step = record["rows"][-1]["tokens_per_step"]
+    assert tokens_per_step == pytest.approx(1 + accepted / steps, abs=1e-3)
+
+
+def test_a_model_accepts_what_it_drafts_itself_with_its_whole_cache(
+    command: Command, tmp_path: Path
+) -> None:
+    """q of each token is the p that it was drawn with, also with penalties, which follow texts."""
+    words = f"--draft self --kv_policy full {SAMPLED} --gamma {GAMMA} --repetition_penalty 1.2"
+    (record,) = measured(command, tmp_path / "out.jsonl", words.replace(f"--B {ROWS}", "--B 3"))
+    assert record["is_forked"]
+    chances = np.array(record["acceptance_probabilities"])
+    assert chances.shape == (3, NEW - 1, GAMMA) and (abs(chances - 1) <= 1e-4).all()
+    assert record["rows"][-1]["tokens_per_step"] == pytest.approx(1 + GAMMA, abs=1e-3)
+
+
 def test_sampled_texts_are_those_of_decoding_without_drafts(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Whatever drafts."""
+    shape = SAMPLED.replace(f"--B {ROWS}", "--B 6").replace(f"--gen_len {NEW}", "--gen_len 21")
     with monkeypatch.context() as patch:
         plain = Watch(patch)
-        run(command, tmp_path, f"--draft none {SAMPLED}")
+        run(command, tmp_path, f"--draft none {shape}")
     with monkeypatch.context() as patch:
         drafted = Watch(patch)
-        words = f"--draft self --budget 33 {SAMPLED} --gamma 2"
+        words = f"--draft self --budget 33 {shape} --gamma 2"
         (record,) = measured(command, tmp_path / "self.jsonl", words)
-    assert drafted.tokens == plain.tokens and len(plain.tokens) == ROWS
-    assert {len(text) for text in plain.tokens.values()} == {NEW - 1}
-    words = f"--draft ngram {SAMPLED} --gamma 2"
+    assert drafted.tokens == plain.tokens and len(plain.tokens) == 6
+    assert {len(text) for text in plain.tokens.values()} == {20}
+    words = f"--draft ngram {shape} --gamma 2"
     (looked_up,) = measured(command, tmp_path / "ngram.jsonl", words)
     assert looked_up["outputs_sha256"] == record["outputs_sha256"]
 
@@ -163,17 +219,20 @@ def test_with_one_token_left_to_choose_from_the_table_is_the_greedy_one(
     """Each probability is 0 or 1 then, also of lookups, of drafts of different lengths, and with
     penalties, which follow the drafts."""
     drafts = "self model:demo-draft eagle:demo-eagle ngram ngram+self"
-    words = f"--draft {drafts} --budget 49 --gamma 6 {SHAPE.replace(f'--B {ROWS}', '--B 6')}"
+    shape = SHAPE.replace(f"--B {ROWS}", "--B 4").replace(f"--gen_len {NEW}", "--gen_len 21")
+    words = f"--draft {drafts} --budget 49 --gamma 4 {shape}"
     words += " --repetition_penalty 1.1 --presence_penalty 0.2"
     greedy = measured(command, tmp_path / "greedy.jsonl", words)
     sampled = measured(command, tmp_path / "sampled.jsonl", f"{words} --temperature 1 --top_k 1")
     assert len(greedy) == len(sampled) == 5
     for ours, theirs in zip(sampled, greedy, strict=True):
-        assert theirs["acceptance_probabilities"] is None and not theirs["is_forked"]
+        assert theirs["acceptance_probabilities"] is None
+        is_forked = theirs["inexact"] is None
+        assert ours["is_forked"] == theirs["is_forked"] == is_forked
         assert ours["outputs_sha256"] == theirs["outputs_sha256"]
         assert ours["drafted"] == theirs["drafted"]
-        steps = dict.fromkeys(("tokens_per_step", "tokens_per_step_interval"))
-        assert ours["rows"] == [row | steps for row in theirs["rows"]]
+        none = dict.fromkeys(("tokens_per_step", "tokens_per_step_interval"))
+        assert ours["rows"] == [row | ({} if is_forked else none) for row in theirs["rows"]]
         chances = ours["acceptance_probabilities"]
         assert {draft for text in chances for drafts in text for draft in drafts} <= {0.0, 1.0}
         counts = [[int(sum(drafts)) for drafts in text] for text in chances]

@@ -35,7 +35,7 @@ def run(dtype: str, attack: str = "nothing") -> PassRecord:
     config = short_run(dtype, num_rows=4)
     config = replace(config, workload=replace(config.workload, prefix_len=96))
     with planted(ATTACKS[attack]("sdpa")):
-        return execute(prepare(config, Launch(0, 1, 0, 1)), is_leader=False).record
+        return execute(prepare(config, Launch(0, 1, 0, 1))).record
 
 
 def verdict_of(record: PassRecord) -> Correctness:
@@ -131,7 +131,7 @@ def test_steps_of_every_kind_are_judged_again_as_they_were(kind: str) -> None:
     assert any(step.drafts.shape[1] for step in recorder.steps)
     last = recorder.steps.pop()
     logits = last.logits.clone()
-    logits[0, 0, (last.verdicts[0].ids[0] + 1) % TINY.vocab_size] = 1e3
+    logits[0, 0, (last.verdicts.ids[0][0] + 1) % TINY.vocab_size] = 1e3
     recorder.steps.append(replace(last, logits=logits))
     assert judge_again(recorder, finished, runner).num_wrong == 1
 
@@ -215,7 +215,7 @@ def test_rows_with_unlike_numbers_of_drafts_are_judged_again(
         attention=replace(config.attention, backend="native"),
         decoding=replace(config.decoding, drafter="ngram", gamma=5),
     )
-    found = verdict_of(execute(prepare(config, Launch(0, 1, 0, 1)), is_leader=False).record)
+    found = verdict_of(execute(prepare(config, Launch(0, 1, 0, 1))).record)
     assert found.identical and found.judged_again is not None and found.forwards is not None
     assert found.judged_again.num_wrong == 0 and found.forwards.alarms == []
     assert any(len(set(step.counts)) > 1 for recorder in kept for step in recorder.steps)

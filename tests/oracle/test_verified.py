@@ -252,10 +252,11 @@ def test_scores_are_a_softmax_over_the_blocks_that_may_be_chosen(
     torch.manual_seed(0)
     blocks = [(min(pair), max(pair)) for pair in blocks]
     queries = torch.randn(2, 4, 3, rep, 16)
-    means = torch.randn(2, 4, 3, 50, 16)
+    means = torch.randn(2, 2, 3, 50, 16)  # two texts, each of which several rows may fork
     rows = torch.tensor([2, 0, 3][: len(blocks)])
-    found = score_blocks(queries, means, rows, blocks, 45)
-    logits = queries[:, rows] @ means[:, rows, :, :45].mT * 16**-0.5
+    texts = torch.tensor([1, 0, 1][: len(blocks)])
+    found = score_blocks(queries, means, rows, texts, blocks, 45)
+    logits = queries[:, rows] @ means[:, texts, :, :45].mT * 16**-0.5
     for b, (first, stop) in enumerate(blocks):
         expected = logits[:, b, ..., first:stop].double().softmax(dim=-1).sum(dim=2)
         own = found[:, b, :, first:stop].double()

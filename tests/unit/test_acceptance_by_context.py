@@ -90,8 +90,30 @@ def sampled_record(context: int) -> AcceptanceRecord:
     )
 
 
-def test_probabilities_of_sampled_texts_have_no_steps(command: Command, tmp_path: Path) -> None:
-    record = sampled_record(64)
+def test_lengths_of_sampled_texts_are_those_that_are_expected() -> None:
+    """With one draft token the first text takes 1 step with 0.5, and 2 else; it accepts 0.5."""
+    found = lengths_of(sampled_record(64))
+    assert list(found) == [1, 2, 3]
+    assert found[1] == pytest.approx((1 + 1.5 / 2.5, 2.0, 1 + 0.5 / 1.5))
+    assert found[3] == pytest.approx((1 + 2.625 / 2.5, 2.75, 1 + 0.875 / 1.5))
+
+
+def test_a_file_has_one_way_of_sampling(command: Command, tmp_path: Path) -> None:
+    alone = write_records(tmp_path / "alone.jsonl", [sampled_record(64), sampled_record(128)])
+    both = write_records(tmp_path / "both.jsonl", [acceptance_record(128), sampled_record(64)])
+    golden = tmp_path / "golden.yaml"
+    for path, expected in ((alone, 0), (both, 2)):
+        for words in (["export", path, "--format", "golden", "--out", golden],):
+            code, _, err = command(*words)
+            assert code == expected, err
+        code, _, err = command("plan", *BY_HAND.split(), "--acceptance", path)
+        assert code == expected, err
+        assert not expected or "several ways of sampling: --temperature 0.8 --top_p 0.9" in err
+    assert "temperature: 0.8" in golden.read_text() and "--top_p 0.9" in golden.read_text()
+
+
+def test_drafts_drawn_at_every_position_have_no_steps(command: Command, tmp_path: Path) -> None:
+    record = replace(sampled_record(64), is_forked=False)
     assert record.num_positions == 3
     for words in (["export", "--format", "golden"], ["plan", *BY_HAND.split()]):
         both = write_records(tmp_path / f"{words[0]}.jsonl", [acceptance_record(128), record])
@@ -99,7 +121,7 @@ def test_probabilities_of_sampled_texts_have_no_steps(command: Command, tmp_path
         given = more if words[0] == "export" else ["--acceptance", both]
         code, _, err = command(*words, *given)
         assert code == 2 and err.count("\n") == 1, err
-        assert "sampled texts" in err and "give records of greedy texts" in err
+        assert "sampled texts" in err and "greedy texts, or of drafts in forks" in err
 
 
 def test_between_contexts_lengths_are_linear_in_the_logarithm() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from magicdec.bench.acceptance.record import (
     depths_of,
     digits_of,
     shown_gammas,
+    steps_of,
 )
 from magicdec.model.checkpoint.source import find_model
 from magicdec.records.reading import read_records
@@ -76,12 +78,55 @@ def test_tokens_a_step_are_those_of_counts() -> None:
     assert shown_gammas(6) == [1, 2, 4, 6] and shown_gammas(8) == [1, 2, 4, 8]
 
 
+def test_steps_over_sampled_texts_by_enumeration() -> None:
+    """Over all texts of a made-up model of two tokens, the steps that follow from each text, and
+    what they accept, have the expectation of those of speculative sampling, all of whose draws are
+    gone through. Both models' next token depends on the whole text."""
+    rng = np.random.default_rng(0)
+    size, gamma = 4, 2
+    texts = [text for n in range(size + gamma) for text in product((0, 1), repeat=n)]
+    p, q = ({text: rng.dirichlet((1, 1)) for text in texts} for _ in range(2))
+
+    def run_from(text: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        """The expected accepted tokens and steps of the rest of a run."""
+        if len(text) >= size:
+            return np.zeros(2)
+        return np.array([0, 1]) + step_from(text, 0)
+
+    def step_from(text: tuple[int, ...], num_accepted: int) -> np.ndarray[Any, Any]:
+        """The same of a step that has accepted so many."""
+        total = np.zeros(2)
+        if num_accepted == gamma:
+            for token in (0, 1):
+                total += p[text][token] * run_from((*text, token))
+            return total
+        for token in (0, 1):  # the one that is drafted
+            accepts = min(1, p[text][token] / q[text][token])
+            goes_on = np.array([1, 0]) + step_from((*text, token), num_accepted + 1)
+            total += q[text][token] * accepts * goes_on
+            rest = np.maximum(p[text] - q[text], 0)
+            if accepts < 1:
+                for other in (0, 1):
+                    chance = rest[other] / rest.sum()
+                    total += q[text][token] * (1 - accepts) * chance * run_from((*text, other))
+        return total
+
+    expected = np.zeros(2)
+    for text in product((0, 1), repeat=size + gamma):
+        ratios = [min(1, q[text[:n]][text[n]] / p[text[:n]][text[n]]) for n in range(len(text))]
+        cumulative = np.array([np.cumprod(ratios[n : n + gamma]) for n in range(size)])
+        probability = np.prod([p[text[:n]][text[n]] for n in range(len(text))])
+        expected += probability * np.array(steps_of(cumulative, gamma))
+    assert expected == pytest.approx(run_from(()), rel=1e-12)
+    assert 1 < expected[1] < size and expected[0] > 0
+
+
 def test_probabilities_count_as_shares_of_positions() -> None:
     """Two texts, of which a position has a draft of one token, and one has none."""
     texts = [[[0.9, 0.5], [0.4]], [[], [0.2, 0.3]]]
     drafted = [[2, 1], [0, 2]]
     cumulative = [cumulative_of(text, 2) for text in texts]
-    found = depths_of(cumulative, drafted, 2, is_chain=True, is_sampled=True)
+    found = depths_of(cumulative, drafted, 2, is_chain=True, has_steps=False)
     assert [row.cumulative for row in found] == pytest.approx([1.5 / 4, 0.8 / 4])
     means = [row.tokens_per_position for row in found]
     assert means == pytest.approx([1 + 1.5 / 4, 1 + 2.3 / 4])
@@ -146,7 +191,8 @@ def test_prompts_with_categories_have_a_table_by_category(
             expected = 1 + sum(counts) / len(counts)
             assert record.num_texts_of(name) == 4 and len(counts) == 32
             assert rows[-1].tokens_per_position == pytest.approx(expected, abs=1e-3)
-            assert (rows[-1].tokens_per_step is None) == (sampled != "")
+            accepted, steps = np.sum([steps_of(record.cumulative_by_text[n], 3) for n in places], 0)
+            assert rows[-1].tokens_per_step == pytest.approx(1 + accepted / steps, abs=1e-3)
     _, title, table = ended.out.partition("acceptance by category")
     assert title and [table.count(name) for name in SAYINGS] == [2, 2, 2]
     assert table.count("all texts") == 2
@@ -174,8 +220,34 @@ def test_the_best_gamma_pays_for_its_tokens() -> None:
         ("--draft self:int3", "--draft self:int3 is not known; choose from self, model:NAME"),
         ("--draft self self", "--draft names self twice; name each once"),
         ("--draft ngram --budget 33", "--budget does nothing here: drafts of ngram read no KV"),
-        ("--draft self --pooling max", "--pooling does nothing here: no policy of --kv_policy"),
-        ("--kv_policy full --budget 33", "--budget does nothing here: no policy of --kv_policy"),
+        (
+            "--draft self --pooling max",
+            "--pooling does nothing here: --kv_policy streaming_llm does",
+        ),
+        ("--kv_policy full --budget 33", "--budget does nothing here: --kv_policy full reads the"),
+        ("--draft self,budget", "--draft self,budget is not known; choose from self, model:NAME"),
+        ("--draft self,budge=33", "--draft self,budge=33: budge is no setting of a draft; did you"),
+        ("--draft self,dtype=float32", "dtype is no setting of a draft; choose from kv_policy, b"),
+        ("--draft self,budget=", "--draft self,budget=: --budget: give at least one value"),
+        ("--draft self,budget=few", "--draft self,budget=few: --budget few is not a whole number"),
+        ("--draft self,budget=16", "self,budget=16: --budget 16 must be larger than --num_sink_t"),
+        ("--draft self,budget=33,budget=65", "--draft self,budget=33,budget=65 names budget twice"),
+        (
+            "--draft self ngram,budget=33",
+            "--draft ngram,budget=33: --budget does nothing here: drafts of ngram read no KV cache",
+        ),
+        (
+            "--draft self,kv_policy=full,budget=33",
+            "--budget does nothing here: --kv_policy full reads the whole cache; leave it out",
+        ),
+        (
+            "--draft model:demo-draft,eagle_layers=1",
+            "--eagle_layers does nothing here: no EAGLE-3 head drafts here; leave it out",
+        ),
+        (
+            "--draft self,budget=33 ngram --budget 65",
+            "--budget does nothing here: self,budget=33 has its own; drafts of ngram read no KV",
+        ),
         ("--budget 16", "--budget 16 must be larger than --num_sink_tokens 16"),
         ("--gamma 36", "--gamma 36 is too large; it must be at most 35"),
         ("--draft eagle:demo-eagle --kv_policy snapkv", "--kv_policy snapkv: an EAGLE-3 head"),
@@ -245,6 +317,34 @@ def test_the_same_command_goes_on_with_what_is_left(
     assert len(made) == 5 and "4 of 4 cells are in" in ended.err, "nothing is measured again"
     command(*words, "--gamma", 2)
     assert len(made) == 9, "another number of drafts is another cell"
+
+
+def test_settings_of_a_draft_take_the_place_of_those_of_the_command(
+    command: Command, tmp_path: Path
+) -> None:
+    """One command has the cells of several, and each of them once."""
+    together = tmp_path / "together.jsonl"
+    drafts = "self self,budget=33 ngram,gamma=2 self,kv_policy=snapkv,budget=41,window_size=8"
+    drafts += " self:int4,kv_policy=full,gamma=5 eagle:demo-eagle,kv_policy=full"
+    drafts += " self,kv_policy=retrieval,budget=49"
+    words = [*SMALL, "--draft", *drafts.split(), "self,budget=33 49"]
+    ended = command("acceptance", *words, "--budget", "33", "57", "--out", together)
+    assert ended.code == 0, ended.err
+    apart = tmp_path / "apart.jsonl"
+    for draft in (
+        "--draft self --budget 33 57 49",
+        "--draft ngram --gamma 2",
+        "--draft self --kv_policy snapkv --budget 41 --window_size 8",
+        "--draft self:int4 --kv_policy full --gamma 5",
+        "--draft eagle:demo-eagle --kv_policy full",
+        "--draft self --kv_policy retrieval --budget 49",
+    ):
+        ended = command("acceptance", *SMALL, *draft.split(), "--out", apart)
+        assert ended.code == 0, ended.err
+    files = (list(read_records(path, AcceptanceRecord)) for path in (together, apart))
+    cells, expected = ({measuring.record_key(r): r.accepted for r in records} for records in files)
+    assert cells == expected and len(cells) == 2 * 8
+    assert len(together.read_text().splitlines()) == len(cells)
 
 
 def test_cells_of_other_weights_are_measured(

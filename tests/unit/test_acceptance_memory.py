@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 
 from magicdec.bench.acceptance import measuring
 from magicdec.bench.acceptance.record import AcceptanceRecord
+from magicdec.kv.layer_caches import Forks
+from magicdec.model.checkpoint.source import find_model
 from magicdec.records.reading import read_records
+from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.setup import prepare
-from magicdec.setup.model_plan import blocks_of_forks
+from magicdec.speculation.policies.retrieval import RetrievedBlocks
 
 SMALL = "--prefix_len 64 96 --gen_len 17 --gamma 5 --B 3 --dtype float32 --threads 1 --ignore_eos"
 
@@ -26,14 +29,14 @@ SMALL = "--prefix_len 64 96 --gen_len 17 --gamma 5 --B 3 --dtype float32 --threa
     st.sampled_from([1, 16, 64]),
 )
 def test_forks_take_no_more_blocks_than_are_planned(
-    texts: list[tuple[int, int]], num_forks: int, gamma: int, block: int
+    texts: list[tuple[int, int]], num_forks: int, room: int, block: int
 ) -> None:
     """Of any window of neighbouring positions, by the length of each prompt and its positions."""
     lengths = [prompt + number for prompt, count in texts for number in range(count)]
-    most = blocks_of_forks(num_forks, len(texts), gamma, block)
+    most = Forks(num_forks, room).num_blocks(len(texts), block)
     for first in range(0, len(lengths), num_forks):
         some = lengths[first : first + num_forks]
-        taken = sum(-(-(length + gamma) // block) - length // block for length in some)
+        taken = sum(-(-(length + room) // block) - (length - 1) // block for length in some)
         assert taken <= most
 
 
@@ -43,12 +46,36 @@ def test_forks_take_no_more_blocks_than_are_planned(
         ("--draft self ngram --kv_policy streaming_llm full --budget 33", 0),
         ("--draft self model:demo-draft --kv_policy full", 2),
         ("--draft self model:demo-draft --kv_policy full --attention grouped", 2),
+        ("--draft eagle:demo-eagle --kv_policy full", 2),
+        ("--draft self --kv_policy snapkv --budget 33", 2),
+        ("--draft self --kv_policy retrieval --budget 49", 0),
     ],
 )
 def test_caches_are_as_large_as_planned(
-    words: str, num_drafts: int, command: Command, made: list[int], tmp_path: Path
+    words: str,
+    num_drafts: int,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    made: list[int],
+    tmp_path: Path,
 ) -> None:
-    """One of all texts and their forks, and one of a draft model at each context."""
+    """One of all texts and their forks, and one of a draft model, or of what a policy has copied,
+    at each context. Beside these the target keeps queries for the policy, states for a head and
+    mean keys of texts alone, and a query of each fork."""
+    states: list[int] = []
+    make_states = HiddenStates.of
+    keep_means = RetrievedBlocks.__init__
+
+    def count_states(*given: Any) -> HiddenStates:
+        states.append(make_states(*given).num_bytes)
+        return make_states(*given)
+
+    def count_means(kv: RetrievedBlocks, *given: Any) -> None:
+        keep_means(kv, *given)
+        states[:] = [kv._query.nbytes + kv._mean_keys.nbytes]  # one at a time, of equal size
+
+    monkeypatch.setattr(HiddenStates, "of", count_states)
+    monkeypatch.setattr(RetrievedBlocks, "__init__", count_means)
     out = tmp_path / "out.jsonl"
     ended = command("acceptance", *words.split(), *SMALL.split(), "--out", out)
     assert ended.code == 0 and ended.err.startswith("memory: "), ended.err
@@ -57,7 +84,13 @@ def test_caches_are_as_large_as_planned(
     for record in read_records(out, AcceptanceRecord):
         assert record.is_forked
         assert record.memory.kv_bytes == target
-        assert record.memory.draft_kv_bytes == max(drafts, default=0)
+        kv = record.config["kv"]
+        observed = {"snapkv": kv["window_size"], "retrieval": 1}.get(kv["policy"], 0)
+        model = find_model("--model", "demo").config
+        size = model.num_layers * model.num_heads * model.head_dim * 4
+        queries = 3 * observed * size
+        assert record.memory.draft_kv_bytes == max(drafts, default=0) + queries + sum(states)
+    assert len(states) == ("eagle" in words or "retrieval" in words) and sum(states) < target
 
 
 def test_what_does_not_fit_is_refused_in_one_line(

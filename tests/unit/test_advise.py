@@ -149,6 +149,23 @@ def test_equal_drafts_are_called_equal(
     assert (message in sentence) == bool(equals)
 
 
+def test_a_draft_that_ended_after_the_first_batch_is_not_advised(any_run: PassRecord) -> None:
+    """However fast that batch was: the others had the same one. It counts as tried."""
+    records = {
+        "--draft ended": with_ratios(any_run, 1.4),
+        "--draft last": with_ratios(any_run, *STEADY[:4]),
+        "--draft best": with_ratios(any_run, *FASTER),
+    }
+    sentence, _, command = advice.find_advice(read(), records, None).split("\n")
+    assert "`--draft best` has a net speedup of" in sentence and "`--draft ended`" not in sentence
+    assert "for all 3 drafts together" in sentence and command.split()[3] == "best"
+    ended = advice.describe_runs(records)[2]
+    assert ended.endswith("net 1.40x"), "behind the others"
+    both = {name: records[name] for name in ("--draft ended", "--draft last")}
+    best, others = advice.find_best(advice.measured_drafts(both))
+    assert best.draft == "--draft last" and others == []
+
+
 def test_the_lines_have_the_intervals_of_the_sentence(any_run: PassRecord) -> None:
     """The best one comes first. All intervals hold together, and are wider than of one alone."""
     records = {

@@ -16,7 +16,7 @@ from conftest import HANG, Command
 from synthetic_records import IDENTICAL, drawn_command, parse_record, with_fields
 from written_records import failed, line_of, mismatch, run_line, run_lines, with_ties, write
 
-from magicdec.bench.showing import BRIEF, brief_table, rows_of, tables
+from magicdec.bench.showing import BRIEF, rows_of, tables
 from magicdec.config.run_config import RunConfig
 from magicdec.output.tables import print_tables
 from magicdec.records.correctness import Correctness, ForwardErrors, JudgedAgain, Misjudged
@@ -161,7 +161,7 @@ def test_by_default_a_table_has_at_most_14_rows() -> None:
     )
     full = [with_metrics(record, **numbers) for record in (plain, drafting)]
     every = rows_of(full)
-    brief = brief_table(full).rows
+    brief = tables(full, is_verbose=False)[0].rows
     assert len(brief) <= 14 < len(every)
     labels = [row[0].text for row in brief]
     assert [row[0].text for row in every if row[0].text in labels] == [

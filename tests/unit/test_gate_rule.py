@@ -339,7 +339,7 @@ def losing_pair(rng: np.random.Generator, num_prompts: int) -> PairedCounts:
 @cache
 def true_change() -> float:
     """Over so many prompts that its own error does not count."""
-    return change_of(losing_pair(np.random.default_rng(0), 20_000)).relative
+    return change_of(losing_pair(np.random.default_rng(0), 4_000)).relative
 
 
 @pytest.mark.parametrize("num_prompts", [4, pytest.param(16, marks=pytest.mark.wide)])

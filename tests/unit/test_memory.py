@@ -216,7 +216,7 @@ def test_caches_are_those_of_a_run(
     draft = prepared.draft_source
     models = Models(prepared.source.config, None if draft is None else draft.config)
     plan = plan_rank(prepared.config, models, 0)
-    execute(prepared, is_leader=False)
+    execute(prepared)
     target, *drafts = made
     assert plan.kv == target
     standalone = config.draft is not None

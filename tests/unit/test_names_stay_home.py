@@ -5,7 +5,7 @@ type, has a name that nothing else in the package has. No name says nothing of t
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -42,27 +42,61 @@ CONSTRUCTOR = "of"  # of a class, but no name of a variable
 VAGUE = {"Each", "Part", "Room", "Watch", "What"}
 
 
+@dataclass(frozen=True)
+class Words:
+    """What a module writes. `texts`: (line, text) of every string but docstrings; f-strings part by
+    part. `types`: the names of all classes, and of aliases of types, which are written as classes
+    are. `identifiers`: all names, attributes, parameters and fields. `empty_names`: names, those of
+    loop variables among them, that say nothing of the thing."""
+
+    texts: list[tuple[int, str]]
+    types: list[str]
+    identifiers: set[str]
+    empty_names: set[str]
+
+
 @cache
-def texts(source: str) -> list[tuple[int, str]]:
-    """(line, text) of every string of a module but its docstrings; f-strings part by part."""
+def words_of(source: str) -> Words:
     tree = ast.parse(source)
-    docs = {
-        id(node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
-    found = (node for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    return [
-        (node.lineno, node.value)
-        for node in found
-        if isinstance(node.value, str) and id(node) not in docs
-    ]
+    docs = set[int]()
+    texts = list[tuple[int, int, str]]()
+    types = list[str]()
+    identifiers = set[str]()
+    defined = set[str]()
+    variables = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            docs.add(id(node.value))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append((id(node), node.lineno, node.value))
+        elif isinstance(node, ast.ClassDef):
+            types.append(node.name)
+            defined.add(node.name)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            defined.add(node.name)
+        names = {getattr(node, field, None) for field in ("id", "attr", "arg")}
+        identifiers |= {name for name in names if isinstance(name, str)}
+        if isinstance(node, ast.Name):
+            variables.add(node.id)
+        elif isinstance(node, ast.arg):
+            variables.add(node.arg)
+    for statement in tree.body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        aliases = [target.id for target in targets if isinstance(target, ast.Name)]
+        types += [name for name in aliases if re.fullmatch("[A-Z][a-z]\\w*", name)]
+    empty = {name for name in identifiers | defined if EMPTY_NAME.fullmatch(name)}
+    return Words(
+        [(line, text) for place, line, text in texts if place not in docs],
+        types,
+        identifiers,
+        empty | (variables & {CONSTRUCTOR}),
+    )
 
 
 def mentions(name: str, source: str) -> list[int]:
     """The lines whose strings hold `name` as a word."""
     word = re.compile(rf"(?<![\w.=]){name}(?![\w.])")
-    return [line for line, text in texts(source) if word.search(text)]
+    return [line for line, text in words_of(source).texts if word.search(text)]
 
 
 def is_home(name: str, path: str) -> bool:
@@ -131,7 +165,7 @@ def test_no_command_or_record_names_a_mode(room: str) -> None:
         f"{name}:{line} {text}"
         for path in sorted((PACKAGE / room).rglob("*.py"))
         if not (name := path.relative_to(PACKAGE).as_posix()).startswith(NAMES_MODES)
-        for line, text in texts(path.read_text(encoding="utf-8"))
+        for line, text in words_of(path.read_text(encoding="utf-8")).texts
         if text in NAMES
     ]
     assert found == []
@@ -145,23 +179,10 @@ def test_the_rule_of_systems_can_be_broken() -> None:
     assert not is_of_system("pipeinfer", "systems/stages/staged.py")
 
 
-def type_names(source: str) -> Iterator[str]:
-    """The names of all classes of a module, and of its aliases of types, which are written as
-    classes are."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            yield node.name
-    for statement in tree.body:
-        targets = statement.targets if isinstance(statement, ast.Assign) else []
-        names = [target.id for target in targets if isinstance(target, ast.Name)]
-        yield from (name for name in names if re.fullmatch("[A-Z][a-z]\\w*", name))
-
-
 def test_a_type_name_is_defined_once() -> None:
     homes = defaultdict[str, list[str]](list)
     for path in sorted(PACKAGE.rglob("*.py")):
-        for name in type_names(path.read_text(encoding="utf-8")):
+        for name in words_of(path.read_text(encoding="utf-8")).types:
             homes[name].append(path.relative_to(PACKAGE).as_posix())
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
     assert VAGUE.isdisjoint(homes)
@@ -169,7 +190,7 @@ def test_a_type_name_is_defined_once() -> None:
 
 def test_classes_and_aliases_are_type_names() -> None:
     code = "class A:\n    class B:\n        pass\nRow = dict[str, str]\nT = TypeVar('T')\nROWS = 2"
-    assert list(type_names(code)) == ["A", "B", "Row"]
+    assert words_of(code).types == ["A", "B", "Row"]
 
 
 # Other names of the draft length (`gamma`), of its bound (`max_gamma`) and of the drafts of a step
@@ -187,18 +208,11 @@ OTHER_GAMMAS = {
 }
 
 
-def identifiers(source: str) -> set[str]:
-    """All names, attributes, parameters and fields of a module."""
-    nodes = list(ast.walk(ast.parse(source)))
-    found = {getattr(node, field, None) for node in nodes for field in ("id", "attr", "arg")}
-    return {name for name in found if isinstance(name, str)}
-
-
 def test_the_draft_length_has_one_name() -> None:
     """vLLM calls the draft tokens of all steps `num_draft_tokens`: a key of metrics, of a pass or
     of one request."""
     found = {
-        path.relative_to(PACKAGE).as_posix(): identifiers(path.read_text(encoding="utf-8"))
+        path.relative_to(PACKAGE).as_posix(): words_of(path.read_text(encoding="utf-8")).identifiers
         for path in PACKAGE.rglob("*.py")
     }
     assert {
@@ -214,7 +228,7 @@ def test_the_draft_length_has_one_name() -> None:
 
 
 def test_identifiers_are_found_everywhere() -> None:
-    assert identifiers("def f(num_drafts): return a.most_drafts(draft_len=b)") == {
+    assert words_of("def f(num_drafts): return a.most_drafts(draft_len=b)").identifiers == {
         "num_drafts",
         "a",
         "most_drafts",
@@ -223,25 +237,13 @@ def test_identifiers_are_found_everywhere() -> None:
     }
 
 
-def empty_names(source: str) -> set[str]:
-    """The names of a module, those of loop variables among them, that say nothing of the thing."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        is_variable = isinstance(node, ast.Name | ast.arg)
-        for field in ("id", "attr", "arg", "name"):
-            name = getattr(node, field, None)
-            if isinstance(name, str) and (
-                EMPTY_NAME.fullmatch(name) or (is_variable and name == CONSTRUCTOR)
-            ):
-                found.add(name)
-    return found
-
-
 @pytest.mark.parametrize("folder", ["magicdec", "scripts", "tests", "docs"])
 def test_every_name_says_what_the_thing_is(folder: str) -> None:
     sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")}
     assert sources
-    found = {path: names for path, source in sources.items() if (names := empty_names(source))}
+    found = {
+        path: names for path, source in sources.items() if (names := words_of(source).empty_names)
+    }
     assert found == {}
 
 
@@ -258,5 +260,6 @@ def test_every_name_says_what_the_thing_is(folder: str) -> None:
     ],
 )
 def test_an_empty_name_is_found(source: str, name: str) -> None:
-    assert empty_names(source) == {name}
-    assert empty_names("row = Counts.of('each', num_of_rows)\ndef of(self): pass") == set()
+    assert words_of(source).empty_names == {name}
+    fine = words_of("row = Counts.of('each', num_of_rows)\ndef of(self): pass")
+    assert fine.empty_names == set()

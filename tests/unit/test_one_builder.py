@@ -8,12 +8,14 @@ import inspect
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import make_runner, tiny_transformer
 
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.names import BASELINE
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.runner.observers.attention import AttentionQueries, AttentionWeights
+from magicdec.runner.observers.attention import AttentionQueries
 from magicdec.runner.observers.prompt_queries import PromptQueries
 from magicdec.speculation.steps.build import build_decoder
 
@@ -95,9 +97,16 @@ def test_a_forward_has_one_signature() -> None:
         assert list(inspect.signature(method).parameters) == ["self", "batch"]
 
 
-def test_who_observes_for_a_while_leaves_after_a_failure() -> None:
+def test_who_observes_one_forward_sees_no_other() -> None:
     runner = make_runner(tiny_transformer(), 2, 100)
-    with pytest.raises(KeyError), runner.observed_by([AttentionWeights(), AttentionQueries()]):
-        assert len(runner.observers) == 2
-        raise KeyError
-    assert runner.observers == []
+    runner.allocate(0)
+    always = AttentionQueries()
+    once = AttentionQueries()
+    runner.set_observer(AttentionQueries, always)
+    runner.forward(ForwardBatch([[1, 2, 3]], [0], observers=[once]))
+    first = once.layers
+    assert first and all(torch.equal(first[layer], always.layers[layer]) for layer in first)
+    once.layers = {}
+    runner.forward(ForwardBatch([[4]], [0]))
+    assert once.layers == {} and always.layers[0].shape[1] == 1
+    assert runner.observers == [always]

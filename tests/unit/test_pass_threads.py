@@ -189,7 +189,7 @@ def config(tiny_checkpoint: Path, text_file: Path) -> RunConfig:
 
 
 def test_both_passes_of_a_run_say_their_threads_in_each_batch(config: RunConfig) -> None:
-    records = execute(prepare(config, ALONE), is_leader=False).records
+    records = execute(prepare(config, ALONE)).records
     assert [[group.threads for group in record.groups] for record in records] == [[[1], [1]]] * 2
 
 
@@ -215,7 +215,7 @@ def test_a_pass_of_a_run_with_other_threads_ends_it(
     monkeypatch.setattr(PrefilledBatching, method, changed)
     message = f"^{re.escape(name)}: rank 0 computed with {measured}, but its config says 1$"
     with pytest.raises(AssertionError, match=message):
-        execute(prepare(config, ALONE), is_leader=False)
+        execute(prepare(config, ALONE))
 
 
 def test_a_run_whose_decoding_changes_the_threads_ends(
@@ -223,7 +223,7 @@ def test_a_run_whose_decoding_changes_the_threads_ends(
 ) -> None:
     monkeypatch.setattr(Engine, "decode", after(Engine.decode))
     with pytest.raises(AssertionError, match=r"^static: rank 0 computed with 1 to 2 threads"):
-        execute(prepare(config, ALONE), is_leader=False)
+        execute(prepare(config, ALONE))
 
 
 @pytest.mark.parametrize("cores, threads", [(8, 6), (6, 6), (5, 5), (2, 2)])

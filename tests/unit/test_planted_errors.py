@@ -19,10 +19,10 @@ import plant_faults
 from plant_faults import plant
 plant_faults.IMPORTED = "hypothesis", "numpy", "torch.distributed"  # what this test needs
 test = "test_measurement.py::test_the_bandwidth_is_the_larger_of_those_before_and_after"
-file, text = "bench/runner.py", "return max(self.bandwidths"
-faults = [("harmless", text, text + " "), ("lost", "return largest(self.bandwidths", ""),
-          ("wrong", text, "return min(self.bandwidths"),
-          ("syntax", text, "return max((self.bandwidths")]
+file, text = "bench/runner.py", "bandwidth = max(self.bandwidths"
+faults = [("harmless", text, text + " "), ("lost", "bandwidth = largest(self.bandwidths", ""),
+          ("wrong", text, "bandwidth = min(self.bandwidths"),
+          ("syntax", text, "bandwidth = max((self.bandwidths")]
 faults = tuple(Fault(name, file, *texts) for name, *texts in faults)
 sys.exit(plant([Property("", test, faults)]))
 """

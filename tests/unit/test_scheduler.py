@@ -86,13 +86,13 @@ def test_the_plan_of_a_static_batch_is_made_anew_only_when_a_request_leaves() ->
     assert scheduler.schedule() is first
     step(scheduler, [5], [5])
     last = scheduler.schedule()
-    assert last is not first and last is not None and batch_of(last).rows == [0]
+    assert last is not first and last is not None and batch_of(last).rows == (0,)
 
 
 def test_each_row_ends_at_its_own_length() -> None:
     scheduler, new = prefilled(2, 4, 3)
     step(scheduler, [5], [5], [5], now=2.0)
-    assert next_batch(scheduler).rows == [1, 2]
+    assert next_batch(scheduler).rows == (1, 2)
     step(scheduler, [6], [6], now=3.0)
     step(scheduler, [7], now=4.0)
     assert scheduler.schedule() is None
@@ -105,7 +105,7 @@ def test_each_row_ends_at_its_own_length() -> None:
 def test_each_row_ends_at_any_of_its_end_tokens(end: int) -> None:
     scheduler, new = prefilled(9, 9)
     step(scheduler, [end], [5])
-    assert next_batch(scheduler).rows == [1]
+    assert next_batch(scheduler).rows == (1,)
     step(scheduler, [5, 6])
     assert outputs(new) == [[1, end], [1, 5, 5, 6]]
 
@@ -164,7 +164,7 @@ def test_rewind_can_be_repeated() -> None:
         scheduler.rewind(again)
         assert outputs(again) == [[1], [1]]
         assert [r.status for r in again] == [RequestStatus.RUNNING, RequestStatus.FINISHED]
-        assert next_batch(scheduler).rows == [0]
+        assert next_batch(scheduler).rows == (0,)
         step(scheduler, [5, 6])
         assert scheduler.schedule() is None
     assert [r.output_ids for r in snapshots] == [[1], [1]]

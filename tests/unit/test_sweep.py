@@ -138,7 +138,7 @@ def check_lone(asked: list[RunConfig], records: list[PassRecord]) -> None:
     """The records of these configs are those of lone runs."""
     found = {config_key(record.config): record for record in records}
     for config in asked:
-        lone = execute(prepare(config, ALONE), is_leader=False).record
+        lone = execute(prepare(config, ALONE)).record
         assert lone.passed
         assert untimed(found[config_key(lone.config)]) == untimed(lone)
 

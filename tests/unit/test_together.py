@@ -11,9 +11,9 @@ import pytest
 from identities import check_record
 from test_sweep import base, variants
 
-from magicdec.bench.runner import PlannedPass
+from magicdec.bench.runner import MeasuredPass, PlannedPass
 from magicdec.bench.study import drafts as module
-from magicdec.bench.study import progress
+from magicdec.bench.study import progress, timed_runner
 from magicdec.bench.study.drafts import BaselineTimes, DraftTrials, Found, fitting, smaller
 from magicdec.bench.study.progress import PassProgress
 from magicdec.bench.study.timed_runner import OutOfTime, TimedRunner
@@ -23,6 +23,7 @@ from magicdec.distributed.groups import Launch
 from magicdec.engine.engine import Engine
 from magicdec.names import BASELINE
 from magicdec.output.console import Advance, Silent
+from magicdec.records.stalls import PassSteps
 
 ALONE = Launch(0, 1, 0, 1)
 BATCHES = 3
@@ -41,6 +42,12 @@ class Watched(PassProgress):
         super().end()
         self.passes.append(self.label.split(": ")[1].removesuffix("; "))
         self.ending(len(self.passes))
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No draft is far behind by chance."""
+    monkeypatch.setattr(timed_runner, "FAR_BEHIND", float("inf"))
 
 
 @pytest.fixture
@@ -104,6 +111,61 @@ def baseline_sha(configs: dict[str, RunConfig], num_batches: int) -> str:
     config = next(iter(configs.values()))
     workload = replace(config.workload, num_batches=num_batches)
     return prepare(replace(config, workload=workload), ALONE).workload.sha256
+
+
+@pytest.mark.parametrize("num_batches", [BATCHES, 2])
+def test_drafts_that_are_far_behind_end_after_the_first_batch(
+    num_batches: int,
+    configs: dict[str, RunConfig],
+    prefills: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The record of each is that of a run of one batch. Of two batches nothing is saved."""
+    few = {
+        name: replace(config, workload=replace(config.workload, num_batches=num_batches))
+        for name, config in list(configs.items())[:4]
+    }
+    times = iter([10.0, 14.0, 12.0, 13.5])
+    monkeypatch.setattr(timed_runner, "FAR_BEHIND", 1.3)
+    monkeypatch.setattr(timed_runner, "batch_ms", lambda measured: next(times))
+    pace = Watched()
+    found = measure(few, pace)
+    slow = ["draft1", "draft3"] if num_batches == BATCHES else []
+    counts = {name: 1 if name in slow else num_batches for name in few}
+    assert Counter(pace.passes) == counts | {BASELINE: num_batches}
+    assert list(found.records) == list(few) and not pace.left.num_left
+    assert len(prefills) == num_batches
+    assert [line.partition(": batches after the first")[0] for line in found.left_out] == slow
+    for name, record in found.records.items():
+        check_record(record)
+        assert record.status == "verified" and record.correctness is not None, name
+        assert record.correctness.forwards is not None, "also of those that ended"
+        assert record.config["workload"]["num_batches"] == counts[name]
+        assert record.metrics is not None
+        assert len(record.metrics.net_speedup_per_group or ()) == counts[name]
+        assert record.workload is not None
+        assert record.workload.sha256 == baseline_sha(few, counts[name])
+
+
+def test_a_batch_takes_its_steps_and_what_begins_it(
+    configs: dict[str, RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stalled steps count as the others of their kind."""
+    drafts = list(configs.items())[:4]
+    found = dict[str, float]()
+    original = timed_runner.batch_ms
+
+    def noted(measured: MeasuredPass) -> float:
+        name = drafts[len(found)][0]
+        found[name] = original(measured)
+        return found[name]
+
+    monkeypatch.setattr(timed_runner, "batch_ms", noted)
+    records = measure(dict(drafts), Watched()).records
+    for name, ms in found.items():
+        first = records[name].groups[0]
+        assert first.begin_ms is not None and first.begin_ms > 0
+        assert ms == PassSteps.of([first]).steady_ms[0] + first.begin_ms
 
 
 def interrupted(number: int) -> None:

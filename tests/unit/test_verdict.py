@@ -27,7 +27,7 @@ from magicdec.distributed.groups import Group
 from magicdec.records.correctness import Correctness, ForwardErrors, JudgedAgain
 from magicdec.records.record import Status
 from magicdec.runner.request import Request, SamplingParams
-from magicdec.runner.sampling.verification import Verdict
+from magicdec.runner.sampling.verification import Verdicts
 from magicdec.speculation.steps.logits_recorder import KeptStep, LogitsRecorder
 
 SIZE = 8  # of the vocabulary
@@ -62,7 +62,7 @@ def step_of(
     count = len(drafts) if count is None else count
     ids = torch.tensor([list(drafts)]).long()
     accepted, *decided = verdict
-    told = [Verdict(accepted, decided)]
+    told = Verdicts([accepted], [decided])
     return KeptStep((request,), (num_output,), told, logits, ids, (count,))
 
 
@@ -344,7 +344,7 @@ def test_the_first_wrong_token_is_where_both_differ() -> None:
     step = step_of(request, RIGHT, logits_for([4, 3, 7, 1]), [4, 3, 6])
     (walk,) = walks(step, RUNNER)
     assert first_wrong(step, walk) == []
-    ended = replace(step, verdicts=[Verdict(0, [4])])
+    ended = replace(step, verdicts=Verdicts([0], [[4]]))
     (wrong,) = first_wrong(ended, walk)
     assert (wrong.index, wrong.expected, wrong.found) == (2, 3, None)
 

@@ -3,11 +3,10 @@ drafts that cannot fork, by the passes of a run, in which the target judges the 
 own next token alone (`CountedAcceptance`). Of sampled drafts the probability of being accepted is
 noted, which varies less than what is drawn with it.
 
-All drafts and contexts share one prefill, but for those of an EAGLE head, which needs one that
-keeps states; drafts of a context that can fork share the decoded texts as well. The largest gamma
-stands for the smaller ones. A draft is what a run drafts at that position if it follows from the
-text, and from what was chosen at the end of the prompt. `inexact_reason` says of which drafts it
-does not.
+All drafts and contexts share one prefill, which keeps states if an EAGLE head drafts; drafts of a
+context that can fork share the decoded texts as well. The largest gamma stands for the smaller
+ones. A draft is what a run drafts at that position if it follows from the text, and from what was
+chosen at the end of the prompt. `inexact_reason` says of which drafts it does not.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from magicdec.bench.acceptance.forks import (
     ForkedDrafts,
     TextDrafts,
     can_fork,
+    inexact_reason,
 )
-from magicdec.bench.acceptance.memory import demand_of, plan_of_cells
+from magicdec.bench.acceptance.memory import demand_of, plan_of_cells, state_layers_of
 from magicdec.bench.acceptance.record import (
     AcceptanceRecord,
     cumulative_of,
@@ -43,7 +43,6 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import NGRAM
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.environment import release_memory
-from magicdec.names import FULL_KV_POLICY
 from magicdec.records.describe import method_of
 from magicdec.records.pass_record import hash_output
 from magicdec.runner.request import Request
@@ -60,26 +59,6 @@ from magicdec.systems.shared_prefill import CacheDemand, KeptPrompts, SharedPref
 from magicdec.systems.system import System, SystemDetails
 
 Keep = Callable[[StudyCell, AcceptanceRecord], None]
-
-
-def inexact_reason(config: ResolvedConfig) -> str | None:
-    """Why a run may draft otherwise at a position; None if it does not."""
-    decoding = config.decoding
-    if decoding.model_drafter is None:
-        return None
-    policy = policy_called(config.kv.policy)
-    if decoding.looks_up:
-        return "whether a run looks up follows from what it has accepted before"
-    if policy.needs_weights:
-        return "what a draft reads follows from the last verification, which a run has elsewhere"
-    if config.kv.policy != FULL_KV_POLICY and decoding.has_draft_model:
-        return (
-            "its window begins as many tokens earlier as the last step committed, which in a run "
-            "are more"
-        )
-    if "reselect_every" in policy.settings and config.kv.reselect_every:
-        return "a run chooses anew at the first step that is due, which is elsewhere"
-    return None
 
 
 def is_chain(config: ResolvedConfig) -> bool:
@@ -191,9 +170,11 @@ class AcceptanceRunner(Runner):
             cumulative = [cumulative_of(counts, gamma) for counts in chances]
         else:
             cumulative = [cumulative_of_counts(counts, gamma) for counts in accepted]
+        is_forked = isinstance(planned.system, ForkedDrafts)
+        has_steps = is_forked or not is_sampled
         workload = run.describe_workload()
         by_category = depths_by_category(
-            workload.categories or (), cumulative, drafted, gamma, is_chain(config), is_sampled
+            workload.categories or (), cumulative, drafted, gamma, is_chain(config), has_steps
         )
         outputs = repr([request.output_ids for request in group.requests])
         return AcceptanceRecord(
@@ -206,11 +187,11 @@ class AcceptanceRunner(Runner):
             accepted=None if is_sampled else [digits_of(counts) for counts in accepted],
             acceptance_probabilities=rounded(chances) if is_sampled else None,
             drafted=None if is_always else [digits_of(counts) for counts in drafted],
-            rows=depths_of(cumulative, drafted, gamma, is_chain(config), is_sampled),
+            rows=depths_of(cumulative, drafted, gamma, is_chain(config), has_steps),
             rows_by_category=by_category or None,
             inexact=inexact_reason(config),
             memory=describe_memory(self.common.plan, run.free, group.ranks.memory),
-            is_forked=isinstance(planned.system, ForkedDrafts),
+            is_forked=is_forked,
         )
 
 
@@ -257,21 +238,20 @@ def record_key(record: AcceptanceRecord) -> tuple[object, ...]:
     return key_of(record.config, record.workload)
 
 
-def group_key(cell: StudyCell) -> object:
-    """A key of cells that share a prefill, also those of several contexts: prompts of the shorter
-    ones are the beginnings of the longer ones, if they are cut from books. An EAGLE head needs
-    states of its prompts. With a sliding window, a draft's choice depends on the length of a
-    row."""
-    config = cell.resolved.config
-    states = () if config.draft is None else config.draft.state_layers
+def group_key(cell: StudyCell) -> tuple[object, ...]:
+    """A key of cells that may share a prefill, also those of several contexts: prompts of the
+    shorter ones are the beginnings of the longer ones, if they are cut from books. With a sliding
+    window, a draft's choice depends on the length of a row."""
     window = cell.resolved.source.config.narrowest_window
-    return cell.model_key, states, None if window is None else config.workload.prefix_len
+    prefix_len = cell.resolved.config.workload.prefix_len
+    return cell.model_key, None if window is None else prefix_len
 
 
-def in_order(cell: StudyCell) -> tuple[int, bool]:
-    """The longest context first, and in a context first those that share the decoded texts."""
+def in_order(cell: StudyCell) -> tuple[int, bool, int]:
+    """The longest context first, and in a context first those that share the decoded texts, of
+    which the longest drafts need most."""
     config = cell.resolved.config
-    return -config.workload.prefix_len, not can_fork(config)
+    return -config.workload.prefix_len, not can_fork(config), -config.decoding.max_gamma
 
 
 def prepare_cells(configs: Sequence[RunConfig], cache: SetupCache) -> Iterator[StudyCell]:
@@ -309,5 +289,15 @@ def measure_cells(cells: Sequence[StudyCell], pace: PassProgress, keep: Keep) ->
 
 
 def groups_of(cells: Sequence[StudyCell]) -> list[list[StudyCell]]:
-    """The cells by what shares a prefill, in the order in which they are measured."""
-    return [sorted(group, key=in_order) for group in grouped(cells, group_key)]
+    """The cells by what shares a prefill, in the order in which they are measured. EAGLE heads need
+    states of the prompts: those of other layers than the first head have a prefill of their own."""
+    first: dict[object, tuple[int, ...]] = {}
+    for cell in cells:
+        if states := state_layers_of(cell.resolved.config):
+            first.setdefault(group_key(cell), states)
+
+    def key(cell: StudyCell) -> object:
+        states = state_layers_of(cell.resolved.config)
+        return group_key(cell), states or first.get(group_key(cell), ())
+
+    return [sorted(group, key=in_order) for group in grouped(cells, key)]

@@ -28,7 +28,14 @@ def demand_of(configs: Sequence[ResolvedConfig]) -> CacheDemand:
     """The cache that drafts of all contexts share. It keeps every token, because shorter contexts
     go back."""
     forks = max((num_forks(config) for config in configs if can_fork(config)), default=0)
-    return replace(CacheDemand.of(configs), rewound=None, num_forks=forks, is_nested=True)
+    states = next(filter(None, map(state_layers_of, configs)), ())
+    room = replace(CacheDemand.of(configs), rewound=None, num_forks=forks, is_nested=True)
+    return replace(room, state_layers=states)
+
+
+def state_layers_of(config: ResolvedConfig) -> tuple[int, ...]:
+    """The layers after which a head reads states; none if no head drafts."""
+    return () if config.draft is None else config.draft.state_layers
 
 
 def plan_of_cells(groups: Sequence[Sequence[StudyCell]]) -> MemoryPlan:
@@ -39,12 +46,15 @@ def plan_of_cells(groups: Sequence[Sequence[StudyCell]]) -> MemoryPlan:
         room = demand_of([cell.resolved.config for cell in group])
         for cell in group:
             config = cell.resolved.config
-            target, *drafts = model_plans_of(config, cell.resolved.models, 0)
-            if can_fork(config):
-                drafts = [draft.with_forks(room.num_forks) for draft in drafts]
-            own = plan_of([target, *drafts])  # but for the cache that all share
-            shared = replace(target, row_tokens=room.max_tokens, rewound=None)
-            forked = shared.with_forks(room.num_forks) if room.num_forks else shared
+            plans_of_models = [
+                replace(plan, kept_states=room.state_layers)
+                for plan in model_plans_of(config, cell.resolved.models, 0)
+            ]
+            num_forks = room.num_forks if can_fork(config) else 0
+            own = plan_of([plan.with_forks(num_forks) for plan in plans_of_models])
+            # The cache that all share.
+            shared = replace(plans_of_models[0], row_tokens=room.max_tokens, rewound=None)
+            forked = shared.with_forks(room.num_forks)
             draft = None if config.draft is None else config.draft.model
             draft_weights[draft, config.low_bit] = own.draft_weights
             # The target is loaded before its cache takes memory.
@@ -62,10 +72,11 @@ def plan_of_cells(groups: Sequence[Sequence[StudyCell]]) -> MemoryPlan:
 
 
 def fork_bytes(plan: ModelPlan, room: CacheDemand) -> int:
-    """The working memory of a draft step of all forks."""
-    return forward_bytes(plan, (room.num_forks, 1, plan.tokens)) + logits_bytes(
-        plan, room.num_forks
-    )
+    """The working memory of a draft step of all forks. The distributions of sampled drafts are kept
+    for the whole draft."""
+    num_kept = plan.config.decoding.max_gamma if plan.config.sampling.temperature > 0 else 1
+    forward = forward_bytes(plan, (room.num_forks, 1, plan.tokens))
+    return forward + logits_bytes(plan, room.num_forks * num_kept)
 
 
 def check_memory(groups: Sequence[Sequence[StudyCell]]) -> str:

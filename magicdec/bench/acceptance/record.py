@@ -37,7 +37,7 @@ FEW_TEXTS = (
     "with fewer than 4 texts; if the number is the largest or smallest possible, or the same for "
     "every text"
 )
-NO_STEPS = "if the continuations are sampled, of which the steps of a run do not follow"
+NO_STEPS = "if the continuations are sampled and drafts were not made in forks"
 ONE_GAMMA = "where drafts of fewer tokens would be others, except of the most"
 WHOLE_LOOKUPS = (
     f"{NGRAM}: lookups are judged whole; a run drafts fewer tokens where one promises little"
@@ -59,8 +59,8 @@ class DepthAcceptance(RecordPart):
     tokens_per_step: float | None = recorded(
         "what a run with `depth` draft tokens emits a step: 1 + mean accepted tokens at the "
         "positions where its steps begin, the first and then always where the last step ended; "
-        "its `mean_acceptance_length`. Lookups are judged whole, of which a run drafts fewer "
-        "tokens where one promises little",
+        "its `mean_acceptance_length`, of sampled texts its expectation. Lookups are judged whole, "
+        "of which a run drafts fewer tokens where one promises little",
         "tokens",
         null=f"{NO_STEPS}; {ONE_GAMMA}",
     )
@@ -128,8 +128,10 @@ class AcceptanceRecord(JudgedRecord):
     )
     acceptance_probabilities: list[list[list[float]]] | None = recorded(
         "for each text and likewise each position, to 4 digits: the probabilities with which "
-        "speculative sampling accepts the first 1, 2, ... draft tokens. The k-th is that of "
-        "accepting the k - 1 tokens that were drafted there, times that of accepting a next one",
+        "speculative sampling accepts the first 1, 2, ... draft tokens. In forks they are those of "
+        "a step that has emitted the text: the products of min(1, q / p) of its own tokens. Else "
+        "the k-th is that of accepting the k - 1 tokens that were drafted there, times that of "
+        "accepting a next one",
         "0 to 1",
         null="if the continuations are greedy",
     )
@@ -229,6 +231,20 @@ class AcceptanceRecord(JudgedRecord):
         return [len(text) for text in texts]
 
     @property
+    def has_steps(self) -> bool:
+        """Whether the steps of a run follow from its positions: those of sampled texts do not from
+        drafts that were drawn there."""
+        return self.accepted is not None or self.is_forked
+
+    @property
+    def cumulative_by_text(self) -> list[Array]:
+        """For each text [positions, gamma]: whether the first 1, 2, ... draft tokens are accepted,
+        or the probability of it."""
+        if self.accepted is not None:
+            return [cumulative_of_counts(counts_of(text), self.gamma) for text in self.accepted]
+        return [cumulative_of(text, self.gamma) for text in self.acceptance_probabilities or ()]
+
+    @property
     def num_positions(self) -> int:
         return sum(self.lengths)
 
@@ -305,25 +321,26 @@ def _cumulative(cumulative_by_text: Sequence[Array]) -> Array:
         return np.asarray(_sums(texts) / _sums([np.ones((len(text), 1)) for text in texts]))
 
 
-def steps_of(accepted: Sequence[int], gamma: int) -> tuple[int, int]:
-    """The accepted tokens and the steps of a run with `gamma` draft tokens, from the counts of a
-    text by position: a step begins at the first position, the others where the last one ended."""
-    position = 0
-    num_accepted = 0
-    num_steps = 0
-    while position < len(accepted):
-        count = min(accepted[position], gamma)
-        num_accepted += count
-        num_steps += 1
-        position += count + 1
-    return num_accepted, num_steps
+def steps_of(cumulative: Array, gamma: int) -> tuple[float, float]:
+    """The accepted tokens and the steps of a run with `gamma` draft tokens, as expected, from the
+    probabilities [positions, gamma or more] that a step at a position of a text accepts the first
+    1, 2, ... of them: a step begins at the first position, the others where the last one ended."""
+    accepts = cumulative[:, :gamma]
+    count = len(accepts)
+    # That a step accepts 0, 1, ..., gamma tokens, and ends as many positions and one further on.
+    exactly = -np.diff(np.pad(accepts, ((0, 0), (1, 0)), constant_values=1.0), append=0.0)
+    begins = np.zeros(count + gamma + 1)  # that a step begins there
+    begins[0] = 1
+    for position in range(count):
+        begins[position + 1 : position + gamma + 2] += begins[position] * exactly[position]
+    return float(begins[:count] @ accepts.sum(axis=1)), float(begins[:count].sum())
 
 
-def lengths_by_depth(accepted: Sequence[Sequence[int]], gamma: int) -> Array:
+def lengths_by_depth(cumulative_by_text: Sequence[Array], gamma: int) -> Array:
     """[1 + texts, gamma]: the acceptance lengths of runs with 1 to `gamma` draft tokens, of all
-    texts, then without each, from the counts of each text by position. Texts without a position do
-    not count."""
-    texts = [text for text in accepted if text]
+    texts, then without each, from the cumulative acceptance of each text by position. Texts without
+    a position do not count."""
+    texts = [text for text in cumulative_by_text if len(text)]
     steps = [[steps_of(text, depth) for depth in range(1, gamma + 1)] for text in texts]
     sums = with_each_left_out(np.array(steps, float))  # [1 + texts, gamma, 2]
     with np.errstate(invalid="ignore"):  # without the only text
@@ -335,12 +352,12 @@ def depths_of(
     drafted: Sequence[Sequence[int]],
     gamma: int,
     is_chain: bool,
-    is_sampled: bool = False,
+    has_steps: bool = True,
 ) -> list[DepthAcceptance]:
     """The acceptance by depth of the texts that have a position. `cumulative_by_text`: for each
     text [positions, gamma], whether the first 1, 2, ... drafts were accepted, or the probability of
-    it if they `is_sampled`. `is_chain`: drafts of fewer tokens than `gamma` are the beginnings of
-    those that were judged."""
+    it if they are sampled. `is_chain`: drafts of fewer tokens than `gamma` are the beginnings of
+    those that were judged. `has_steps`: whether the steps of a run follow."""
     texts = [pair for pair in zip(cumulative_by_text, drafted, strict=True) if len(pair[0])]
     depths = np.arange(1, gamma + 1)
     taken = _sums([text for text, _ in texts])  # [1 + texts, depths]
@@ -350,9 +367,8 @@ def depths_of(
     cumulative = _cumulative(cumulative_by_text)
     by_position = 1 + cumulative.cumsum(axis=1)
     by_step: Array | None = None
-    if not is_sampled:
-        accepted = [text.sum(axis=1).astype(int).tolist() for text in cumulative_by_text]
-        by_step = lengths_by_depth(accepted, gamma)
+    if has_steps:
+        by_step = lengths_by_depth(cumulative_by_text, gamma)
     found = []
     for place, depth in enumerate(depths.tolist()):
         has_tokens = is_chain or depth == gamma
@@ -397,7 +413,7 @@ def depths_by_category(
     drafted: Sequence[Sequence[int]],
     gamma: int,
     is_chain: bool,
-    is_sampled: bool = False,
+    has_steps: bool = True,
 ) -> dict[str, list[DepthAcceptance]]:
     """The acceptance by depth of the texts of each category that have a position."""
     found = {}
@@ -405,7 +421,7 @@ def depths_by_category(
         texts = [cumulative_by_text[place] for place in places]
         if any(map(len, texts)):
             counts = [drafted[place] for place in places]
-            found[category] = depths_of(texts, counts, gamma, is_chain, is_sampled)
+            found[category] = depths_of(texts, counts, gamma, is_chain, has_steps)
     return found
 
 
@@ -439,11 +455,9 @@ def _tokens_table(records: Sequence[AcceptanceRecord]) -> Table:
     columns += ["best", "tokens a step", *map(str, gammas)]
     first = records[0]
     w = first.workload
+    what = "tokens a step of a run"
     if first.sampling:
-        columns[3] = "tokens a position"
-        what = f"tokens a position, as probable ({first.sampling})"
-    else:
-        what = "tokens a step of a run"
+        what += f", as expected ({first.sampling})"
     title = (
         f"{w.model} ({first.config['model']['dtype']}), {w.text}: {what}, from the acceptance at "
         f"every position of the model's own continuations of {w.num_prompts} texts, "
@@ -469,6 +483,12 @@ def _remarks(records: Sequence[AcceptanceRecord]) -> list[str]:
     lines = [f"best gamma: most tokens over time if a draft token takes {DRAFT_COST:g} of a step"]
     if any(record.is_judged_whole for record in records):
         lines.append(WHOLE_LOOKUPS)
+    drawn = dict.fromkeys(record.draft for record in records if not record.has_steps)
+    if drawn:
+        lines.append(
+            f"{', '.join(drawn)}: tokens a position, which are more than those a step, because "
+            "steps of sampled texts follow from drafts in forks alone"
+        )
     reasons = {record.inexact: record.draft for record in records if record.inexact}
     for reason in reasons:
         drafts = dict.fromkeys(record.draft for record in records if record.inexact == reason)
@@ -522,8 +542,6 @@ def _category_table(records: Sequence[AcceptanceRecord]) -> Table:
             name = context = None
     columns: list[Column | str] = [Column("draft", is_text=True), "context"]
     columns += [Column("category", is_text=True), "texts", "first", "gamma", "tokens a step"]
-    if records[0].sampling:
-        columns[-1] = "tokens a position"
     title = (
         "acceptance by category, of the first draft token and with all; in brackets 95 % "
         "intervals over its texts, if at least 4"

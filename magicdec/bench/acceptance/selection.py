@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from magicdec.bench.acceptance.record import AcceptanceRecord, counts_of, lengths_by_depth
+from magicdec.bench.acceptance.record import AcceptanceRecord, lengths_by_depth
 from magicdec.config.capabilities import policy_called
 from magicdec.names import KV_POLICIES
 from magicdec.records.comparison.conditions import policy_of
@@ -24,6 +24,7 @@ def conditions_of(record: AcceptanceRecord) -> dict[str, str]:
         "dtypes": model["dtype"],
         "dtypes of weights": model["target_dtype"],
         "datasets": f"{workload.text}{format_mark(record.config)}",
+        "ways of sampling": record.sampling or "greedy",
     }
 
 
@@ -67,9 +68,7 @@ def _weight(record: AcceptanceRecord) -> tuple[int, int]:
 
 def lengths_of(record: AcceptanceRecord) -> dict[int, tuple[float, ...]]:
     """By number of draft tokens that the record knows, the acceptance length of a run over all
-    texts, followed by those without each, computed from the digits of greedy texts."""
-    assert record.accepted is not None, "its texts are greedy"
-    counts = [counts_of(text) for text in record.accepted]
-    lengths = lengths_by_depth(counts, record.gamma)
+    texts, followed by those without each."""
+    lengths = lengths_by_depth(record.cumulative_by_text, record.gamma)
     known = [row.depth for row in record.rows if row.tokens_per_step is not None]
     return {gamma: tuple(lengths[:, gamma - 1].tolist()) for gamma in known}

@@ -91,8 +91,7 @@ def first_wrong(step: KeptStep, walk: Walk) -> list[Misjudged]:
     """The first wrong token of a row, in the step's decision or in the request's output, if any."""
     request = step.requests[walk.row]
     before = step.num_output[walk.row]
-    verdict = step.verdicts[walk.row]
-    decided = verdict.ids[: 1 + verdict.accepted]
+    decided = step.verdicts.ids[walk.row][: 1 + step.verdicts.accepted[walk.row]]
     got = request.output_ids[before : before + len(walk.tokens)]
     should = walk.tokens[: len(got)]
     is_right = decided == walk.tokens and got == should

@@ -67,7 +67,7 @@ def wider_texts(
     run: Prepared,
     runner: ModelRunner,
     progress: Progress,
-    hold: Callable[[Sequence[Request]], list[int]] = rows_of,
+    hold: Callable[[Sequence[Request]], Sequence[int]] = rows_of,
 ) -> WiderTexts:
     load = partial(wider_part, run, runner, progress)
     return WiderTexts(runner, load, partial(make_backend, REFERENCE_BACKEND), hold)
@@ -177,7 +177,7 @@ def compare_forwards(
     return errors
 
 
-def hold_prompts(runner: ModelRunner, chunk: int, requests: Sequence[Request]) -> list[int]:
+def hold_prompts(runner: ModelRunner, chunk: int, requests: Sequence[Request]) -> Sequence[int]:
     """Prefill the prompts once more, since their rows have gone to others. In chunks of another
     size they would be rounded otherwise, which adds some 2 % to the errors of both passes."""
     empty(runner)

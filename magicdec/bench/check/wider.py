@@ -41,7 +41,7 @@ def wider_kinds(config: ResolvedConfig) -> Kinds:
     return Kinds(dtype, weights if weights in NARROW else dtype)
 
 
-def rows_of(requests: Sequence[Request]) -> list[int]:
+def rows_of(requests: Sequence[Request]) -> tuple[int, ...]:
     return Batch(tuple(requests)).rows
 
 
@@ -53,7 +53,7 @@ class WiderTexts:
     source: ModelRunner
     load: Callable[[StagePart], Transformer]
     make_backend: Callable[[], AttentionBackend]
-    hold: Callable[[Sequence[Request]], list[int]] = rows_of
+    hold: Callable[[Sequence[Request]], Sequence[int]] = rows_of
 
     def kv_bytes(self, num_tokens: int) -> int:
         shape = self.source.cache.shape

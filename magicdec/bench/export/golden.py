@@ -39,28 +39,32 @@ def rows_of(number: int, source: str, record: AcceptanceRecord) -> Iterator[Row]
 def collect(rows: Iterable[Row]) -> list[AcceptanceRecord]:
     """The records of the rows. Raises ValueError for those that one file cannot tell apart."""
     records = [row["record"] for row in rows]
-    sampled = next((record.sampling for record in records if record.sampling), None)
-    if sampled is not None:
+    drawn = next((record for record in records if not record.has_steps), None)
+    if drawn is not None:
         raise ValueError(
-            f"{FLAG}: records of sampled texts ({sampled}) say how probable acceptance is at every "
-            "position, and not what a step of a run accepts; give records of greedy texts"
+            f"{FLAG}: the record of {drawn.draft} is of sampled texts ({drawn.sampling}) whose "
+            "drafts were drawn at every position, which does not say what a step of a run accepts; "
+            "give records of greedy texts, or of drafts in forks"
         )
-    several = first_several(map(conditions_of, records))
+    refuse_several(
+        map(conditions_of, records), "a file has one model and its texts, and the records"
+    )
+    for draft, draft_records in by_draft(records).items():
+        refuse_several(
+            map(settings_of, draft_records),
+            f"a curve is named by its draft, and the records of {draft}",
+        )
+    return records
+
+
+def refuse_several(conditions: Iterable[dict[str, str]], subject: str) -> None:
+    """Raise ValueError, which says what the `subject` is, if a condition has several values."""
+    several = first_several(conditions)
     if several is not None:
         noun, names = several
         raise ValueError(
-            f"{FLAG}: a file has one model and its texts, and the records are of several {noun}: "
-            f"{', '.join(names)}; give records of one"
+            f"{FLAG}: {subject} are of several {noun}: {', '.join(names)}; give records of one"
         )
-    for draft, draft_records in by_draft(records).items():
-        several = first_several(map(settings_of, draft_records))
-        if several is not None:
-            noun, names = several
-            raise ValueError(
-                f"{FLAG}: a curve is named by its draft, and the records of {draft} are of several "
-                f"{noun}: {', '.join(names)}; give records of one"
-            )
-    return records
 
 
 def by_draft(records: Iterable[AcceptanceRecord]) -> dict[str, list[AcceptanceRecord]]:
@@ -96,11 +100,13 @@ def text_of(records: list[AcceptanceRecord]) -> str:
     workload = records[0].workload
     contexts = _values(record.context for record in records)
     output_len = _values(record.config["workload"]["gen_len"] for record in records)
+    temperature = records[0].config["sampling"]["temperature"]
+    reasons += [f"sampling: {records[0].sampling}"] if records[0].sampling else []
     keys = "tokens of context, then num_speculative_tokens" if has_contexts else ALONE
     lines = [
         "Acceptance lengths (AL) of the steps of a run over texts, computed from the acceptance at "
         "every position of the model's own continuations by `magicdec acceptance`.",
-        f"dataset: {workload.text} | context: {contexts} | temperature: 0 | "
+        f"dataset: {workload.text} | context: {contexts} | temperature: {temperature:g} | "
         f"output_len: {output_len}",
         *reasons,
         f"key = {keys}; value = AL",

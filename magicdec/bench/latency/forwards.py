@@ -303,8 +303,7 @@ def target_forward(
     observers = () if watching is None else watching.observers
 
     def run() -> Tensor:
-        with runner.observed_by(observers):
-            logits = runner.forward(ForwardBatch(ids, rows))
+        logits = runner.forward(ForwardBatch(ids, rows, observers=observers))
         return greedy_tokens(runner, logits, sampling)
 
     repeatable = record_work(run, runner, recorder)

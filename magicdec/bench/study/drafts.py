@@ -117,6 +117,10 @@ class DraftTrials:
             found.is_broken |= runner.is_broken
             found.error = runner.error
             asked = group_batches(group)
+            found.left_out += [
+                f"{name}: batches after the first, in which it was far behind the fastest"
+                for name in runner.ended
+            ]
             if 0 < runner.num_batches < asked:
                 found.left_out.append(f"{asked - runner.num_batches} of {asked} batches")
         found.left_out += [name for name in prepared if name not in found.passes]

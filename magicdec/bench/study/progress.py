@@ -123,6 +123,10 @@ class PassProgress(Labelled):
             self.said_s = now
             say(f"{self.num_passes - self.left.num_left}/{self.num_passes}{self.left}")
 
+    def leave_out(self, num_passes: int) -> None:
+        self.num_passes -= num_passes
+        self.left.num_left -= num_passes
+
     @contextmanager
     def task(self, name: str, total: int) -> Iterator[Advance]:
         with super().task(name, total) as advance:

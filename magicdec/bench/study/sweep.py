@@ -15,7 +15,6 @@ from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import INTERRUPTED
 from magicdec.distributed.start import close_groups
 from magicdec.distributed.watching.watch import stop_watching
-from magicdec.hardware.environment import describe_environment
 from magicdec.hardware.other_load import warn_of_load
 from magicdec.output.console import make_progress
 from magicdec.records.pass_record import PassRecord
@@ -71,10 +70,8 @@ class Sweep:
             return [record]
 
     def failed(self, cell: StudyCell, error: str) -> PassRecord:
-        config = cell.resolved.config
         now = datetime.datetime.now(datetime.UTC)
-        environment = describe_environment(self.launch, config.parallel.device, now)
-        return unfinished_record(config, cell.prepared, environment, error)
+        return unfinished_record(cell.resolved.config, cell.prepared, self.launch, now, error)
 
 
 def conclude(plan: StudyPlan, launch: Launch) -> int:

@@ -1,6 +1,7 @@
 """TimedRunner: passes that differ in their drafts alone, of one baseline, within a given time:
-every batch is prefilled once, decoded without drafts, then with each draft. One that ends early
-keeps its finished batches. All ranks execute the same steps together.
+every batch is prefilled once, decoded without drafts, then with each draft. After the first batch
+only those go on that may be the fastest. One that ends early keeps its finished batches. All ranks
+execute the same steps together.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from typing import Protocol
 from magicdec.bench.check.check import differences
 from magicdec.bench.check.output import PassOutput
 from magicdec.bench.groups import PromptBatches
-from magicdec.bench.measure import check_run, passes_of, records_of_run
+from magicdec.bench.measure import check_run, passes_of
+from magicdec.bench.recording import parts_of
+from magicdec.bench.records_of import records_of_run
 from magicdec.bench.runner import MeasuredGroup, MeasuredPass, PlannedPass, Runner
 from magicdec.names import BASELINE
 from magicdec.output.console import Progress
+from magicdec.records.computing import steady_ms
 from magicdec.records.pass_record import PassRecord
 from magicdec.setup.memory_sampler import NOT_MEASURED, MemoryWatch
 from magicdec.setup.prepare import Prepared
@@ -25,6 +29,10 @@ from magicdec.systems.shared_prefill import CacheDemand, SharedPrefill
 from magicdec.systems.system import System
 
 SLOWEST = 1.5  # a pass with drafts is expected to take so many times as long as one without
+# A draft that took more than so many times as long as the fastest one for the first batch ends
+# there, if batches with an interval follow.
+FAR_BEHIND = 1.4
+FEWEST_BATCHES = 3
 
 
 class Pace(Progress, Protocol):
@@ -35,6 +43,9 @@ class Pace(Progress, Protocol):
 
     def end(self) -> None:
         """The pass has ended."""
+
+    def leave_out(self, num_passes: int) -> None:
+        """So many of the expected passes will not begin."""
 
     def has_time(self, seconds: float) -> bool:
         """Whether an action of `seconds` may begin. The first rank's answer counts."""
@@ -95,6 +106,7 @@ class TimedRunner(Runner):
         }  # by batch
         self.prefill_s = 0.0
         self.left_out: list[str] = []  # the names of the runs for which there was no time
+        self.ended: dict[str, list[PassRecord]] = {}  # the passes of those that did not go on
 
     @property
     def drafting(self) -> list[PlannedPass]:
@@ -139,6 +151,8 @@ class TimedRunner(Runner):
         return rounds * SLOWEST * self.seconds[self.baseline][-1]
 
     def begins_group(self, number: int) -> bool:
+        if number == 1 and self.groups.count >= FEWEST_BATCHES:
+            self.end_slow_drafts()
         if number and not self.may_begin(self.expected_s):
             return False
         self.pace.begin(BASELINE)
@@ -147,6 +161,18 @@ class TimedRunner(Runner):
         assert kept is not None, "its prompts are kept"
         self.prefill_s = kept.seconds
         return True
+
+    def end_slow_drafts(self) -> None:
+        """Ends drafts that are far behind after the first batch, as the first rank's clock says."""
+        ours = [batch_ms(self.measured[planned]) for planned in self.drafting]
+        times = self.group.all_gather_values(ours, list[float])[0]
+        most_ms = FAR_BEHIND * min(times, default=0.0)
+        slow = [draft for draft, ms in zip(self.drafting, times, strict=True) if ms > most_ms]
+        self.load.end()
+        for planned in slow:
+            self.ended[self.names[planned]] = self.passes_of(planned)
+            self.passes.remove(planned)
+        self.pace.leave_out(len(slow) * (self.groups.count - 1))
 
     def begins_pass(self, planned: PlannedPass, number: int) -> bool:
         """In the first batch, drafts without time left are omitted, judged by the baseline, which
@@ -177,7 +203,8 @@ class TimedRunner(Runner):
     def records(self) -> dict[str, list[PassRecord]]:
         """The passes of each draft, that without a draft first."""
         found = {self.names[planned]: self.passes_of(planned) for planned in self.drafting}
-        return {name: passes for name, passes in found.items() if passes}
+        found |= self.ended
+        return {name: found[name] for name in self.names.values() if found.get(name)}
 
     def passes_of(self, planned: PlannedPass) -> list[PassRecord]:
         """None without a batch, and if tokens differ and an unfinished pass prevents judging
@@ -191,15 +218,20 @@ class TimedRunner(Runner):
             taken = replace(passes[-1].memory, process=None)
         if self.is_broken and differences(passes[0].requests, passes[-1].requests):
             return []
-        session = self.sessions[planned.system]
-        environment = self.gpu.add_to(session.describe_environment(self.bandwidth))
         return records_of_run(
             planned.system.run.first_batches(num_batches),
             passes,
             check_run(passes, self.pace, is_whole=not self.is_broken),
-            self.load.add_to(environment),
+            self.describe_environment(self.load.found, self.sessions[planned.system]),
             taken,
         )
+
+
+def batch_ms(measured: MeasuredPass) -> float:
+    """The time of the first batch: of what begins a draft and of its steps, without calibration,
+    which is of all batches, and without what stalls took."""
+    parts = parts_of(first_groups(measured, 1))
+    return steady_ms(parts)[0] + (parts.groups[0].begin_ms or 0.0)
 
 
 def first_groups(measured: MeasuredPass, count: int) -> MeasuredPass:

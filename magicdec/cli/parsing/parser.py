@@ -50,6 +50,17 @@ class ParsedValues:
     def flag_of(self, name: str) -> str:
         return self.settings[name].flag
 
+    def with_given(self, texts: Mapping[str, str]) -> ParsedValues:
+        """These values, but for the settings of `texts` by name, which are the only given ones.
+        Several values of a list have spaces between them. Raises ValueError as `Declared.read`."""
+        sections = dict(self.sections)
+        for name, text in texts.items():
+            setting = self.settings[name]
+            value = setting.read(text.split() if setting.is_list else text)
+            for owner in self.owners[name]:
+                sections[owner] = replace(sections[owner], **{name.partition(".")[2]: value})
+        return replace(self, sections=sections, typed=frozenset(texts), filed=frozenset())
+
     def refuse_given(self, names: Iterable[str], reason: str) -> None:
         """Raises ValueError for settings that the user gave in vain."""
         for name in names:

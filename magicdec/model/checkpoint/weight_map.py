@@ -97,10 +97,7 @@ def weight_map(
     if has_head:
         table.norm("norm", names.norm)
         if not config.tie_word_embeddings:
-            rows = shard.split(config.vocab_size)
-            table.column_parallel(
-                "head", [(names.head, rows, config.vocab_size)], config.head_bias, is_head=True
-            )
+            table.head()
     return table.pieces
 
 
@@ -138,6 +135,13 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 class _Table:
     """The pieces of one model's shard."""
 
+    def __init__(self, config: ModelConfig, shard: Shard) -> None:
+        self.config = config
+        self.shard = shard
+        self.names: Names = find_family(config.architecture).names(config)
+        self.query_heads, self.kv_heads = shard.heads(config.num_heads, config.num_kv_heads)
+        self.pieces: dict[str, list[Piece]] = {}
+
     def eagle_head(self, layers: range) -> None:
         c = self.config
         eagle = c.eagle
@@ -159,14 +163,13 @@ class _Table:
             if index == 0:
                 self.norm("blocks.0.hidden_norm", f"{name}hidden_norm")
         self.norm("norm", self.names.norm)
-        rows = self.shard.split(c.vocab_size)
-        self.column_parallel("head", [(self.names.head, rows, c.vocab_size)], False, is_head=True)
+        self.head()
 
-    def __init__(self, config: ModelConfig, shard: Shard) -> None:
-        self.config = config
-        self.shard = shard
-        self.names: Names = find_family(config.architecture).names(config)
-        self.pieces: dict[str, list[Piece]] = {}
+    def head(self) -> None:
+        c = self.config
+        rows = self.shard.split(c.vocab_size)
+        parts = [(self.names.head, rows, c.vocab_size)]
+        self.column_parallel("head", parts, c.head_bias, is_head=True)
 
     def layer(self, ours: str, theirs: str, kind: LayerKind, num_inputs: int = 1) -> None:
         """`num_inputs`: vectors of the hidden size that attention takes, one behind the other."""
@@ -180,14 +183,13 @@ class _Table:
                 leaf = "q_norm" if name == n.q_norm else "k_norm"
                 parameter = f"{ours}.attention.{leaf}.weight"
                 self.vector(parameter, f"{theirs}{name}.weight", c.head_dim, n.norm_offset)
-        heads = self.shard.heads(c.num_heads, c.num_kv_heads)[0]
         if c.sink_logits:
-            sinks = Piece(theirs + n.sinks, heads, None, (c.num_heads,))
+            sinks = Piece(theirs + n.sinks, self.query_heads, None, (c.num_heads,))
             self.pieces[f"{ours}.attention.sinks"] = [sinks]
         self.row_parallel(
             f"{ours}.attention.output",
             theirs + n.output,
-            scale(heads, c.head_dim),
+            scale(self.query_heads, c.head_dim),
             c.num_heads * c.head_dim,
             c.output_bias,
         )
@@ -199,10 +201,17 @@ class _Table:
         if c.experts is not None and not kind.has_mlp:
             self._experts(f"{ours}.mlp", theirs)
             return
-        ffn = self.shard.mlp_units(c.intermediate_size)
-        up = [(theirs + name, ffn, c.intermediate_size) for name in n.gate_up]
-        self.column_parallel(f"{ours}.mlp.gate_up", up, c.mlp_bias)
-        self.row_parallel(f"{ours}.mlp.down", theirs + n.down, ffn, c.intermediate_size, c.mlp_bias)
+        up = [theirs + name for name in n.gate_up]
+        names = f"{ours}.mlp.gate_up", f"{ours}.mlp.down"
+        self.mlp(*names, up, theirs + n.down, c.intermediate_size, c.mlp_bias)
+
+    def mlp(
+        self, gate_up: str, down: str, up_names: list[str], down_name: str, width: int, bias: bool
+    ) -> None:
+        """The parameters `gate_up` and `down` of an MLP, or of an expert."""
+        units = self.shard.mlp_units(width)
+        self.column_parallel(gate_up, [(name, units, width) for name in up_names], bias)
+        self.row_parallel(down, down_name, units, width, bias)
 
     def _experts(self, ours: str, theirs: str) -> None:
         n = self.names
@@ -213,20 +222,16 @@ class _Table:
         if has_bias:
             name = f"{theirs}{n.router}.bias"
             self.vector(f"{ours}.{ROUTER}.bias", name, experts.num_experts)
-        units = self.shard.mlp_units(experts.width)
         for number in range(experts.num_experts):
             expert = theirs + n.expert.format(number)
-            up = [(expert + name, units, experts.width) for name in n.expert_gate_up]
-            self.column_parallel(f"{ours}.gate_up.{number}", up, has_bias)
-            down = expert + n.expert_down
-            self.row_parallel(f"{ours}.down.{number}", down, units, experts.width, has_bias)
+            up = [expert + name for name in n.expert_gate_up]
+            names = f"{ours}.gate_up.{number}", f"{ours}.down.{number}"
+            self.mlp(*names, up, expert + n.expert_down, experts.width, has_bias)
         if experts.shared_width:
-            units = self.shard.mlp_units(experts.shared_width)
             shared = theirs + n.shared_expert
-            up = [(shared + name, units, experts.shared_width) for name in n.expert_gate_up]
-            self.column_parallel(f"{ours}.shared_gate_up", up, False)
-            down = shared + n.expert_down
-            self.row_parallel(f"{ours}.shared_down", down, units, experts.shared_width, False)
+            up = [shared + name for name in n.expert_gate_up]
+            names = f"{ours}.shared_gate_up", f"{ours}.shared_down"
+            self.mlp(*names, up, shared + n.expert_down, experts.shared_width, False)
         if experts.has_shared_gate:
             self.whole(f"{ours}.{SHARED_GATE}.weight", theirs + n.shared_gate, 1)
 
@@ -286,9 +291,9 @@ class _Table:
     def _qkv(self, prefix: str) -> list[WeightPart]:
         c = self.config
         n = self.names
-        queries, keys = self.shard.heads(c.num_heads, c.num_kv_heads)
         sizes = [c.num_heads * c.head_dim, *[c.num_kv_heads * c.head_dim] * 2]
-        spans = [scale(queries, c.head_dim), *[scale(keys, c.head_dim)] * 2]
+        keys = scale(self.kv_heads, c.head_dim)
+        spans = [scale(self.query_heads, c.head_dim), keys, keys]
         if n.packing == "separate":
             parts = zip(n.qkv, spans, sizes, strict=True)
             return [(prefix + name, span, size) for name, span, size in parts]
@@ -299,7 +304,8 @@ class _Table:
             return [
                 (name, (s[0] + by, s[1] + by), full) for s, by in zip(spans, starts, strict=True)
             ]
-        return [(name, span, full) for span in grouped_rows(c, queries, keys)]
+        rows = grouped_rows(c, self.query_heads, self.kv_heads)
+        return [(name, span, full) for span in rows]
 
 
 def grouped_rows(config: ModelConfig, queries: IndexRange, keys: IndexRange) -> list[IndexRange]:

@@ -173,9 +173,9 @@ class Executor:
             Cancelled: the last forward's cancellation was set before a layer. All forwards end.
         """
         model = self.model
-        layers = len(self.model.blocks)
-        counts = [len(forward.x) * forward.num_outputs for forward in forwards]
-        out = torch.empty(sum(counts), model.width_out, dtype=self.dtype)
+        width = model.width_out
+        counts = [forward.x.shape[0] * forward.num_outputs for forward in forwards]
+        out = torch.empty(sum(counts), width, dtype=self.dtype)
         calls = list[CallFields]()
         seen = list[SeenForward]()
         for forward in forwards:
@@ -192,12 +192,12 @@ class Executor:
             calls[0].cancelled = cancellation.address
             calls[0].cancelled_value = cancellation.value
         fields = self._run(forwards[0].views, calls)
-        if cancellation is not None and fields[0].layers_done < layers:
+        if cancellation is not None and fields[0].layers_done < len(self._layers):
             raise Cancelled(fields[0].layers_done)
         for shown in seen:
             shown.show()
-        for enqueued, own in zip(forwards, out.split(counts), strict=True):
-            enqueued.out = own.view(len(enqueued.x), enqueued.num_outputs, model.width_out)
+        for enqueued, own in zip(forwards, out.split_with_sizes(counts), strict=True):
+            enqueued.out = own.view(enqueued.x.shape[0], enqueued.num_outputs, width)
         return list(map(_keys_seen, calls)), not fields[0].not_finite
 
     def _let_see(self, forward: EnqueuedForward, call: CallFields) -> SeenForward:
@@ -242,7 +242,7 @@ class Executor:
         keys that one head saw in all layers, summed over rows and forwards; and whether all
         ranks' logits are finite. All tokens but the last draft are appended. Chains stop at `pa`
         as in `draft_chain`. `states` [B, T, hidden]: of an EAGLE-3 head, beside the tokens."""
-        drafts = torch.empty(len(token_ids), count, dtype=torch.int64)
+        drafts = torch.empty(token_ids.shape[0], count, dtype=torch.int64)
         call = self._call(token_ids, views, offsets, count, 1)
         call.drafts = drafts.data_ptr()
         if states is not None:
@@ -304,7 +304,7 @@ class Executor:
         tensors = [x.contiguous(), view.row_index, view.seq_lens, view.committed]
         if offsets is not None:
             tensors.append(offsets[view.row_index])
-        x_pointer, rows, seq_lens, committed, *_ = (tensor.data_ptr() for tensor in tensors)
+        x_pointer, rows, seq_lens, committed, *_ = [tensor.data_ptr() for tensor in tensors]
         for fields, kv_view in zip(view_fields, views.distinct, strict=True):
             ranges = kv_view.ranges.contiguous()  # [B, R, 2] or [L, B, G, R, 2]
             tensors.append(ranges)
@@ -355,7 +355,7 @@ class Executor:
         else:
             with self._interrupts.kept():
                 failed = self.library.magicdec_forward(*arguments)
-        self.keys_read += sum(call.keys_read for call in fields)
+        self.keys_read += sum([call.keys_read for call in fields])
         self.experts_read += fields[0].experts_read
         if exchange is not None:
             exchange.turn = peers.turn
@@ -390,4 +390,4 @@ def _keys_seen(call: CallFields) -> int:
     """Keys that one head saw in all layers, summed over rows and forwards."""
     _, views, view_fields = call.kept[:3]
     pairs = zip(view_fields, views.windows.num_layers, strict=True)
-    return sum(fields.keys_seen * num_layers for fields, num_layers in pairs)
+    return sum([fields.keys_seen * num_layers for fields, num_layers in pairs])

@@ -16,8 +16,9 @@ from magicdec.runner.model_runner import ModelRunner
 
 
 class HiddenStates(ForwardObserver):
-    """States, and token ids, of `num_rows` rows of at most `max_tokens` tokens, of all tokens that
-    a runner computes from now on.
+    """States, and token ids, of `num_texts` rows of at most `max_tokens` tokens, of all tokens that
+    a runner computes from now on. Of `num_rows` the others are forks, which read the states of
+    their texts, and write to a row that nobody reads.
 
     `state_layers`: state R[a] is what a layers have made of the embedding, before any final norm. A
     row's lengths are those of the cache of the model that writes here."""
@@ -26,6 +27,7 @@ class HiddenStates(ForwardObserver):
         self,
         state_layers: Sequence[int],
         num_rows: int,
+        num_texts: int,
         max_tokens: int,
         size: int,
         dtype: torch.dtype,
@@ -33,10 +35,12 @@ class HiddenStates(ForwardObserver):
     ) -> None:
         self.state_layers = tuple(state_layers)
         num_states = len(self.state_layers)
+        num_kept = min(num_texts + 1, num_rows)
         self.values = torch.zeros(
-            num_rows, max_tokens, num_states, size, dtype=dtype, device=device
+            num_kept, max_tokens, num_states, size, dtype=dtype, device=device
         )
-        self.token_ids = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=device)
+        self.token_ids = torch.zeros(num_kept, max_tokens, dtype=torch.int64, device=device)
+        self._texts = torch.arange(num_rows, device=device)  # the row whose states each row has
 
     @classmethod
     def of(cls, runner: ModelRunner, state_layers: Sequence[int]) -> HiddenStates:
@@ -44,6 +48,7 @@ class HiddenStates(ForwardObserver):
         return cls(
             state_layers,
             num_rows=runner.num_rows,
+            num_texts=runner.num_texts,
             max_tokens=runner.max_tokens,
             size=runner.model.config.hidden_size,
             dtype=runner.cache.k.dtype,
@@ -62,14 +67,18 @@ class HiddenStates(ForwardObserver):
 
     def write(self, rows: Tensor, positions: Tensor, token_ids: Tensor, states: Tensor) -> None:
         """States [N, B, T, S] of token ids [B, T] at positions [B, T] of rows [B]."""
-        place = rows.unsqueeze(1), positions
+        place = rows.clamp(max=len(self.values) - 1).unsqueeze(1), positions
         self.values[place] = states.permute(1, 2, 0, 3)
         self.token_ids[place] = token_ids
 
+    def fork(self, rows: Sequence[int], texts: Sequence[int]) -> None:
+        """Let `rows`, whose tokens are the first ones of `texts`, have the states of these."""
+        self._texts[rows] = self._texts[texts]
+
     def ids_at(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Token ids [B, T]."""
-        return self.token_ids[rows.unsqueeze(1), positions]
+        return self.token_ids[self._texts[rows].unsqueeze(1), positions]
 
     def states_at(self, rows: Tensor, positions: Tensor) -> Tensor:
         """[B, T, N, S]."""
-        return self.values[rows.unsqueeze(1), positions]
+        return self.values[self._texts[rows].unsqueeze(1), positions]

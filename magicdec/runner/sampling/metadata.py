@@ -134,12 +134,15 @@ class Penalties:
 class SamplingMetadata:
     """The sampling metadata of a batch; by default greedy, without tensors.
 
+    `given` are tokens that sampled drafts take, in place of those that are drawn.
+
     The flaw of a row is 0, or NaN once logits of it or its drafts were not finite. The device
     computes it without a wait; the host reads it with the tokens (`with_flaws`, `check`)."""
 
     draws: Draws | None = None
     penalties: Penalties | None = None
     flaws: Tensor | None = field(default=None, compare=False)  # float32 [B, 1]
+    given: Tensor | None = None  # int64 [B, drafts]
 
     @classmethod
     def of(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -121,11 +121,22 @@ def draft_token(
 ) -> tuple[Tensor, Tensor | None]:
     """The next draft token [B, 1] after `drafts` [B, k] from this rank's logits [B, 1, V], and
     the probabilities [B, 1, V] that it was drawn from; None for greedy batches."""
-    draws = sampling.draws
-    if draws is None:
+    if sampling.draws is None:
         return greedy_tokens(runner, logits, sampling, drafts), None
-    probs = probabilities(whole_logits(runner, logits, sampling, drafts), draws.filters)
-    u = draws.ahead(1, Purpose.DRAFT, skip=drafts.shape[1])
+    return drawn_draft(whole_logits(runner, logits, sampling, drafts), sampling, drafts)
+
+
+def drawn_draft(
+    logits: Tensor, sampling: SamplingMetadata, drafts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `draft_token`, of a sampled batch, from whole logits [B, 1, V] after penalties."""
+    draws = sampling.draws
+    assert draws is not None, "the batch is sampled"
+    probs = probabilities(logits, draws.filters)
+    place = drafts.shape[1]
+    if sampling.given is not None:  # maybe ids that the vocabulary of a draft lacks
+        return sampling.given[:, place : place + 1].clamp(max=probs.shape[2] - 1), probs
+    u = draws.ahead(1, Purpose.DRAFT, skip=place)
     return sample(probs[:, 0], u[:, 0]).unsqueeze(1), probs
 
 
@@ -139,11 +150,13 @@ def confidence(runner: ModelRunner, logits: Tensor) -> Tensor:
 
 
 PRIME = 1_000_003  # above any vocabulary: other tokens make another seed
-Count = TypeVar("Count", int, Tensor)
 
 
 class AcceptanceRule(Protocol):
     """What becomes of the drafts that the target has judged."""
+
+    keeps_drafts: bool
+    """Whether accepted drafts stay in the text."""
 
     def judge(
         self,
@@ -156,9 +169,6 @@ class AcceptanceRule(Protocol):
         """The verdict in place of the target's. `newest` tokens [B, any] and lengths `starts` [B]
         are those of the rows before it."""
 
-    def kept(self, accepted: Count) -> Count:
-        """How many of the accepted drafts of a row, or of rows [B], stay in the text."""
-
 
 @dataclass(frozen=True)
 class CountedAcceptance:
@@ -167,6 +177,8 @@ class CountedAcceptance:
 
     A sampled text is that of decoding without drafts, whose random numbers are the same. It does
     not depend on the drafts, so that these are drawn from q at each position, as in a run."""
+
+    keeps_drafts = False
 
     def judge(
         self,
@@ -187,9 +199,6 @@ class CountedAcceptance:
         ids = torch.cat([token.unsqueeze(1), target.ids[:, 1:]], dim=1)
         return Judgement(target.accepted, ids, acceptance=acceptance)
 
-    def kept(self, accepted: Count) -> Count:
-        return accepted * 0
-
 
 @dataclass(frozen=True)
 class EmulatedAcceptance:
@@ -197,6 +206,7 @@ class EmulatedAcceptance:
     that all before it are."""
 
     rates: Tensor
+    keeps_drafts = True
 
     def judge(
         self,
@@ -219,9 +229,6 @@ class EmulatedAcceptance:
         place = torch.arange(drafts.shape[1] + 1, device=drafts.device)
         is_draft = place < accepted.unsqueeze(1)
         return Judgement(accepted, torch.where(is_draft, F.pad(drafts, (0, 1)), target.ids))
-
-    def kept(self, accepted: Count) -> Count:
-        return accepted
 
 
 def judge(

@@ -11,6 +11,7 @@ Shapes: B rows, K drafts, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -139,7 +140,7 @@ class Judgement:
 
     @property
     def columns(self) -> list[Tensor]:
-        """What the host reads, int64 [B, any] (`Verdict.from_columns`)."""
+        """What the host reads, int64 [B, any] (`Verdicts.read`)."""
         columns = [self.accepted.unsqueeze(1), self.ids]
         return columns if self.acceptance is None else [*columns, (self.acceptance * UNITS).long()]
 
@@ -147,21 +148,47 @@ class Judgement:
 UNITS = 1 << 53  # in one: probabilities are read by the host as whole numbers, with ids
 
 
-class Verdict(NamedTuple):
-    """A row's judgement as the host has read it: `ids` as in `Judgement`, of which the row emits
-    those of the accepted drafts that are kept, and one more."""
+class Verdicts(NamedTuple):
+    """A `Judgement` as the host has read it, by row: a row emits the `ids` of the accepted drafts
+    that are kept, and one more."""
 
-    accepted: int
-    ids: list[int]
-    acceptance: list[float] | None = None  # see `acceptance_of`
+    accepted: list[int]
+    ids: list[list[int]]
+    acceptance: list[list[float]] | None = None  # see `acceptance_of`
 
     @classmethod
-    def from_columns(cls, columns: list[int], padded_gamma: int) -> Verdict:
-        """From `Judgement.columns` of a row, whose drafts are padded to `padded_gamma`."""
-        accepted = columns[0]
-        ids = columns[1 : 2 + padded_gamma]
-        units = columns[2 + padded_gamma :]
-        return cls(accepted, ids, [count / UNITS for count in units] if units else None)
+    def read(cls, lines: Sequence[list[int]], first: int, draft_width: int) -> Verdicts:
+        """From a line for each row, with `Judgement.columns` from `first` on, of drafts that are
+        padded to `draft_width`."""
+        last = first + 2 + draft_width
+        accepted = [line[first] for line in lines]
+        ids = [line[first + 1 : last] for line in lines]
+        if len(lines[0]) == last:
+            return cls(accepted, ids)
+        return cls(accepted, ids, [[count / UNITS for count in line[last:]] for line in lines])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Verdicts]) -> Verdicts:
+        """The rows of all parts, one after the other. Of rows without drafts nobody asks for the
+        acceptance."""
+        if len(parts) == 1:
+            return parts[0]
+        accepted = [count for part in parts for count in part.accepted]
+        ids = [row for part in parts for row in part.ids]
+        if all(part.acceptance is None for part in parts):
+            return cls(accepted, ids)
+        missing = list[float]()
+        acceptance = [row for part in parts for row in part.acceptance or [missing] * len(part.ids)]
+        return cls(accepted, ids, acceptance)
+
+    def at(self, places: Sequence[int]) -> Verdicts:
+        """Those of the rows at `places`, in their order."""
+        acceptance = self.acceptance
+        return Verdicts(
+            [self.accepted[place] for place in places],
+            [self.ids[place] for place in places],
+            None if acceptance is None else [acceptance[place] for place in places],
+        )
 
 
 def remaining(p: Tensor, drawn_from: Tensor) -> Tensor:

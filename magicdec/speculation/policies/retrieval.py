@@ -44,7 +44,8 @@ class Retrieval(BlockSelection):
 
 
 class RetrievedBlocks(BlockKV):
-    """A draft KV with mean keys of complete blocks, and each row's newest cached query."""
+    """A draft KV with mean keys of complete blocks, and each row's newest cached query. Forks have
+    the mean keys of their texts."""
 
     def __init__(self, runner: ModelRunner, policy: BlockSelection) -> None:
         super().__init__(runner, policy)
@@ -62,12 +63,13 @@ class RetrievedBlocks(BlockKV):
         )
         self._mean_keys = torch.zeros(
             shape.num_layers,
-            rows,
+            runner.num_texts,
             shape.num_kv_heads,
             self.num_blocks,
             shape.head_dim,
             device=runner.device,
         )
+        self._texts = torch.arange(rows, device=runner.device)  # whose mean keys each row has
         self._committed = torch.zeros(rows, dtype=torch.int64, device=runner.device)
         self._complete = [0] * rows  # blocks of each row whose mean key is known, on the host
         self._seen = AttentionQueries()  # of the last verification
@@ -89,6 +91,14 @@ class RetrievedBlocks(BlockKV):
         self._add_means(requests)
         self._choice = None
 
+    def fork(self, forks: Sequence[Request], texts: Sequence[Request]) -> None:
+        rows, text_rows = ([r.row for r in some if r.row is not None] for some in (forks, texts))
+        self._texts[rows] = self._texts[text_rows]
+        for request, row in zip(forks, rows, strict=True):
+            self._complete[row] = request.num_cached // BLOCK
+            self._committed[row] = request.num_cached - 1  # before its last verification
+        self._choice = None
+
     def prepare(self, requests: Sequence[Request], gamma: int) -> None:
         self._add_means(requests)
 
@@ -96,15 +106,27 @@ class RetrievedBlocks(BlockKV):
         index = torch.arange(len(rows), device=self.runner.device)
         if self.runner.executor is not None:
             blocks = [(self._first_block(n), n // BLOCK) for n in committed.bounds]
-            scores = score_blocks(self._query, self._mean_keys, rows.index, blocks, num_blocks)
+            texts = self._texts[rows.index]
+            scores = score_blocks(
+                self._query, self._mean_keys, rows.index, texts, blocks, num_blocks
+            )
             return scores, index
-        keys = self._mean_keys[:, rows.index, :, :num_blocks]  # [L, B, G, blocks, D]
-        query = self._query[:, rows.index] * keys.shape[-1] ** -0.5  # [L, B, G, H/G, D]
+        # As many rows at a time as there are texts, of whose mean keys each has a copy.
+        parts = zip(
+            rows.index.split(self.runner.num_texts),
+            committed.tensor.split(self.runner.num_texts),
+            strict=True,
+        )
+        return torch.cat([self._score(*part, num_blocks) for part in parts], dim=1), index
+
+    def _score(self, index: Tensor, committed: Tensor, num_blocks: int) -> Tensor:
+        keys = self._mean_keys[:, self._texts[index], :, :num_blocks]  # [L, B, G, blocks, D]
+        query = self._query[:, index] * keys.shape[-1] ** -0.5  # [L, B, G, H/G, D]
         block = torch.arange(num_blocks, device=keys.device)
-        is_partial = block >= (committed.tensor // BLOCK).view(-1, 1, 1, 1)  # [B, 1, 1, blocks]
-        is_gone = block < self._first_block(committed.tensor).view(-1, 1, 1, 1)
+        is_partial = block >= (committed // BLOCK).view(-1, 1, 1, 1)  # [B, 1, 1, blocks]
+        is_gone = block < self._first_block(committed).view(-1, 1, 1, 1)
         weights = (query @ keys.mT).masked_fill(is_partial | is_gone, HIDDEN).softmax(dim=-1)
-        return weights.sum(dim=3), index
+        return weights.sum(dim=3)
 
     def _first_block(self, committed: Number) -> Number:
         """The first block that lies in the model's window."""

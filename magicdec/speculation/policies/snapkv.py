@@ -134,6 +134,16 @@ class CopiedKV(DraftKV):
             self.runner.allocate(request.row)
         self._choose(requests)
 
+    def fork(self, forks: Sequence[Request], texts: Sequence[Request]) -> None:
+        for request, text in zip(forks, texts, strict=True):
+            assert request.row is not None and text.row is not None, "texts and forks have rows"
+            row = request.row
+            self.chosen_at[row] = self.chosen_at[text.row]
+            self.lasts_until[row] = self.lasts_until[text.row]
+            self._offsets[row] = self.shifts[row] = self.shifts[text.row]
+            held = min(request.num_cached - self.shifts[row], self.runner.cache.lengths[text.row])
+            self.runner.fork(row, text.row, held)
+
     def release(self, rows: Sequence[int]) -> None:
         for row in rows:
             self.runner.release(row)

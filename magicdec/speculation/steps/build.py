@@ -14,7 +14,7 @@ from magicdec.runner.sampling.model_tokens import AcceptanceRule
 from magicdec.speculation.draft_length import DraftLength
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import keep_queries
-from magicdec.speculation.steps.logits_recorder import LogitsRecorder
+from magicdec.speculation.steps.logits_recorder import StepRecorder
 from magicdec.speculation.steps.recorder import Recorder, make_recorder
 from magicdec.speculation.steps.strategy import DecodingStrategy, Phase, Setup, make_strategy
 
@@ -30,7 +30,7 @@ def build_decoder(
     draft_length: DraftLength | None = None,
     phase: Phase = nullcontext,
     recorder: Recorder | None = None,
-    logits_recorder: LogitsRecorder | None = None,
+    logits_recorder: StepRecorder | None = None,
     is_in_flight: bool = False,
     rule: AcceptanceRule | None = None,
 ) -> DecodingStrategy:

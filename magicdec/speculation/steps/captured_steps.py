@@ -13,9 +13,9 @@ from magicdec.runner.device_batch import NEWEST, DeviceBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch
 from magicdec.runner.sampling.model_tokens import AcceptanceRule, Proposal
-from magicdec.runner.sampling.verification import Verdict
+from magicdec.runner.sampling.verification import Verdicts
 from magicdec.speculation.drafter import Drafter, DraftShape
-from magicdec.speculation.steps.logits_recorder import LogitsRecorder
+from magicdec.speculation.steps.logits_recorder import StepRecorder
 from magicdec.speculation.steps.recorder import RecordedWork, Recorder, record
 from magicdec.speculation.steps.steps import DecodeSteps, PendingVerification
 from magicdec.speculation.steps.strategy import Phase
@@ -27,7 +27,7 @@ Works = dict[tuple[str, int, int], RecordedWork]
 
 @dataclass(frozen=True)
 class SeenLogits:
-    """Buffers for the logits that captured verifications leave for a `LogitsRecorder`."""
+    """Buffers for the logits that captured verifications leave for a `StepRecorder`."""
 
     rows: tuple[int, ...]
     index: Tensor  # int64 [R]: their places in the captured batch
@@ -87,7 +87,7 @@ class CapturedSteps(DecodeSteps):
         phase: Phase,
         recorder: Recorder,
         is_in_flight: bool = False,
-        logits_recorder: LogitsRecorder | None = None,
+        logits_recorder: StepRecorder | None = None,
         rule: AcceptanceRule | None = None,
     ) -> None:
         super().__init__(runner, drafter, phase, is_in_flight, logits_recorder, rule)
@@ -134,22 +134,23 @@ class CapturedSteps(DecodeSteps):
         probs = self._pending_proposal.first(gamma).probabilities
         return Proposal(ids, None if probs is None else probs[self._place_index])
 
-    def _judged(self, batch: Batch, proposal: Proposal | None) -> list[Verdict]:
+    def _judged(self, batch: Batch, proposal: Proposal | None) -> Verdicts:
         self._show(batch)
         count = 0 if proposal is None else self._hand_over(proposal)
         result = self._work("verify", count, 0)()
-        verdict = self._read(result, count)
+        verdicts = self._read(result, count)
         recorder = self.logits_recorder
         if self._seen is not None and recorder is not None:
             places = recorder.wants(batch.rows)
             if places:
                 logits = self._seen.copy_rows([batch.rows[place] for place in places], 1 + count)
-                recorder.keep(batch.requests, proposal, verdict, places, logits)
+                judged = proposal or self._pending_proposal.first(0)
+                recorder.keep(batch.requests, judged, verdicts, places, logits)
         if not self._captures_drafts:
             # The captured verification did not truncate the drafter's cache.
             rows = BatchRows.of(self._rows, self.runner.device)
             self.drafter.commit(rows, self.runner.cache.lengths_of(rows))
-        return verdict
+        return verdicts
 
     def _propose(self, count: int, pending: int) -> Tensor:
         """Draft ids [B, K] of a captured step; probabilities go to the pending proposal."""

@@ -10,16 +10,38 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import Proposal
-from magicdec.runner.sampling.verification import Verdict
+from magicdec.runner.sampling.verification import Verdicts
 
 MOST_BYTES = 1 << 26  # of the logits of a pass over a batch, on each rank
 LEAST_STEPS = 8  # for which there is room: where rows are many, only some of them are kept
+
+
+class StepRecorder(Protocol):
+    """A keeper of the logits of steps, which it gets before their tokens are part of requests."""
+
+    rows: tuple[int, ...]
+    """Those of which it may want any."""
+
+    def wants(self, rows: Sequence[int]) -> list[int]:
+        """The places among a step's `rows` to `keep`; empty if the step is not kept."""
+
+    def keep(
+        self,
+        requests: Sequence[Request],
+        proposal: Proposal,
+        verdicts: Verdicts,
+        places: Sequence[int],
+        logits: Tensor,
+    ) -> None:
+        """Keep the rows at `places` of a step. Their logits [R, K+1, V] must not change later;
+        the proposal may."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +50,7 @@ class KeptStep:
 
     requests: tuple[Request, ...]
     num_output: tuple[int, ...]  # tokens that each request had emitted before
-    verdicts: list[Verdict]  # of each row
+    verdicts: Verdicts
     logits: Tensor  # [R, K+1, V]
     drafts: Tensor  # int64 [R, K]
     counts: tuple[int, ...]  # how many of the K are drafts of a row, and not padding
@@ -68,9 +90,10 @@ class LogitsRecorder:
         return cls(tuple(sorted(rows)), min(1.0, MOST_BYTES / most_bytes), chance)
 
     def wants(self, rows: Sequence[int]) -> list[int]:
-        """The places among a step's `rows` to `keep`; empty if the step is not kept."""
+        if not self.is_watching:
+            return []
         places = [place for place, row in enumerate(rows) if row in self.rows]
-        if not self.is_watching or not places:
+        if not places:
             return []
         self.num_seen += 1
         is_kept = self.chance.random() < self.share and self.num_bytes < MOST_BYTES
@@ -79,26 +102,21 @@ class LogitsRecorder:
     def keep(
         self,
         requests: Sequence[Request],
-        proposal: Proposal | None,
-        verdicts: Sequence[Verdict],
+        proposal: Proposal,
+        verdicts: Verdicts,
         places: Sequence[int],
         logits: Tensor,
     ) -> None:
-        """Keep the rows at `places` of a step. Their logits [R, K+1, V] must not change later;
-        the proposal may."""
-        requests = [requests[place] for place in places]
-        drafts = logits.new_zeros(len(places), 0).long()
-        counts = [0] * len(places)
-        if proposal is not None:
-            drafts = proposal.ids[list(places)]
-            counts = [(proposal.counts or [drafts.shape[1]] * (p + 1))[p] for p in places]
+        ids = proposal.ids
+        counts = proposal.counts or [ids.shape[1]] * len(requests)
+        is_whole = len(places) == len(requests)
         step = KeptStep(
-            tuple(requests),
-            tuple(len(request.output_ids) for request in requests),
-            [verdicts[place] for place in places],
+            tuple([requests[place] for place in places]),
+            tuple([len(requests[place].output_ids) for place in places]),
+            verdicts if is_whole else verdicts.at(places),
             logits,
-            drafts,
-            tuple(counts),
+            ids.clone() if is_whole else ids[places],
+            tuple([counts[place] for place in places]),
         )
         self.steps.append(step)
         self.num_bytes += logits.numel() * logits.element_size()

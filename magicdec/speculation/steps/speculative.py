@@ -23,7 +23,7 @@ from magicdec.runner.sampling.model_tokens import (
     Proposal,
     join,
 )
-from magicdec.runner.sampling.verification import Verdict
+from magicdec.runner.sampling.verification import Verdicts
 from magicdec.speculation.draft_length import DraftLength, FixedLength, make_draft_length
 from magicdec.speculation.drafter import Drafter, DraftPlan, make_drafter
 from magicdec.speculation.no_drafter import NoDrafter
@@ -36,16 +36,13 @@ from magicdec.speculation.steps.strategy import Setup
 @dataclass(frozen=True)
 class StepDraft:
     """The draft of rows that draft as many tokens: none, or `draft_width` tokens a row with
-    padding."""
+    padding, and `counts` without."""
 
     batch: Batch
     plan: DraftPlan
     proposal: Proposal | None
     draft_width: int
-
-    @property
-    def counts(self) -> list[int]:
-        return [min(self.draft_width, count) for count in self.plan.counts]
+    counts: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -81,10 +78,6 @@ class Speculative:
         self.steps.admit(running, self.draft_length.choices)
         self.draft_length.begin(running, self.measure)
 
-    @property
-    def log(self) -> DraftLog | None:
-        return self.runner.observer(DraftLog)
-
     def release(self, rows: Sequence[int]) -> None:
         admitted_rows = [row for row in rows if self._running.pop(row, None) is not None]
         self.steps.release(admitted_rows)
@@ -93,77 +86,90 @@ class Speculative:
         """Every row emits one token more than it accepts. Rows with different numbers of drafts
         share a forward if `DecodeSteps.can_join`; else each group is padded to its longest and
         computed apart."""
-        if self.log is not None:
-            self.log.begin()
+        log = self.runner.observer(DraftLog)
+        if log is not None:
+            log.begin()
         drafts = list[StepDraft]()
-        verdicts = dict[Request, Verdict]()
+        verdicts = list[Verdicts]()
         for groups in self._groups(batch):
-            together = self._draft(groups)
-            verdicts |= self._verify(together)
+            together = self._draft(groups, log)
+            verdicts.append(self._verify(together))
             drafts += together.drafts
-        return self._accept(batch, drafts, verdicts)
+        return self._accept(batch, drafts, Verdicts.joined(verdicts), log)
 
     def _groups(self, batch: Batch) -> list[list[tuple[Batch, int]]]:
         """The rows with each draft length, and that length; by which are verified together."""
         lengths = self.draft_length.lengths(batch)
-        groups = [(_rows_with(batch, lengths, length), length) for length in sorted(set(lengths))]
+        distinct = sorted(set(lengths))
+        if len(distinct) == 1:
+            return [[(batch, distinct[0])]]
+        groups = [(_rows_with(batch, lengths, length), length) for length in distinct]
         return [groups] if self.steps.can_join else [[group] for group in groups]
 
-    def _draft(self, groups: Sequence[tuple[Batch, int]]) -> DraftsTogether:
+    def _draft(self, groups: Sequence[tuple[Batch, int]], log: DraftLog | None) -> DraftsTogether:
         started = time.perf_counter()
         is_alone = not self.runner.enqueued
-        drafts = [self._draft_rows(rows, count) for rows, count in groups]
+        drafts = [self._draft_rows(rows, count, log) for rows, count in groups]
         return DraftsTogether(drafts, started, is_alone)
 
-    def _verify(self, together: DraftsTogether) -> dict[Request, Verdict]:
-        """The verdicts by request, of which the draft length learns."""
+    def _verify(self, together: DraftsTogether) -> Verdicts:
+        """The verdicts of the rows of each draft in turn, of which the draft length learns."""
         drafts = together.drafts
-        rows = Batch(tuple(r for draft in drafts for r in draft.batch.requests))
+        rows = drafts[0].batch
+        if len(drafts) > 1:
+            rows = Batch(_requests_of(drafts))
         proposal = self._join(drafts)
-        verdicts = dict(zip(rows.requests, self.steps.verify(rows, proposal), strict=True))
+        verdicts = self.steps.verify(rows, proposal)
         seconds = time.perf_counter() - together.started
         is_ragged = proposal is not None and proposal.counts is not None
         step_seconds = seconds if together.is_alone and len(drafts) == 1 else None
+        first = 0
         for draft in drafts:
-            self._observe(draft, verdicts, step_seconds, is_ragged)
+            last = first + len(draft.counts)
+            self._observe(draft, verdicts.accepted[first:last], step_seconds, is_ragged)
+            first = last
         return verdicts
 
     def _accept(
-        self, batch: Batch, drafts: Sequence[StepDraft], verdicts: dict[Request, Verdict]
+        self,
+        batch: Batch,
+        drafts: Sequence[StepDraft],
+        verdicts: Verdicts,
+        log: DraftLog | None,
     ) -> StepOutput:
-        """What each row emits: its accepted drafts, if they are kept, and a token of the target."""
-        log = self.log
-        in_rows = [verdicts[request] for request in batch.requests]
-        accepted = [verdict.accepted for verdict in in_rows]
-        kept = map(self.steps.kept, accepted)
-        emitted = [verdict.ids[: 1 + n] for verdict, n in zip(in_rows, kept, strict=True)]
-        draft_width = max(draft.draft_width for draft in drafts)
+        """What each row emits: its accepted drafts, if they are kept, and a token of the target.
+        `verdicts` are those of the rows of each draft in turn."""
+        counts = [count for draft in drafts for count in draft.counts]
+        if len(drafts) > 1:
+            place_of = {request: place for place, request in enumerate(_requests_of(drafts))}
+            places = [place_of[request] for request in batch.requests]
+            verdicts = verdicts.at(places)
+            counts = [counts[place] for place in places]
+        accepted = verdicts.accepted
+        kept = accepted if self.steps.keeps_drafts else [0] * len(accepted)
+        emitted = [ids[: 1 + count] for ids, count in zip(verdicts.ids, kept, strict=True)]
+        draft_width = max([draft.draft_width for draft in drafts])
         if draft_width == 0:
             return StepOutput(emitted, digests=None if log is None else [])
-        proposed = dict[Request, int]()
-        for draft in drafts:
-            proposed |= zip(draft.batch.requests, draft.counts, strict=True)
         digests = None if log is None else log.digests(batch.rows)
-        counts = [proposed[r] for r in batch.requests]
-        acceptance = None
-        if any(verdict.acceptance for verdict in in_rows):
-            pairs = zip(in_rows, counts, strict=True)
-            acceptance = [(verdict.acceptance or [])[:count] for verdict, count in pairs]
+        acceptance = verdicts.acceptance
+        if acceptance is not None:
+            acceptance = [row[:count] for row, count in zip(acceptance, counts, strict=True)]
         return StepOutput(
             emitted, draft_width, accepted, counts, digests=digests, acceptance=acceptance
         )
 
-    def _draft_rows(self, batch: Batch, count: int) -> StepDraft:
+    def _draft_rows(self, batch: Batch, count: int, log: DraftLog | None) -> StepDraft:
         can_join = self.steps.can_join
         plan = self.drafter.plan(batch.requests, count, self.draft_length, can_join)
         if not any(plan.counts):
-            return StepDraft(batch, plan, None, 0)
-        count = self.steps.padded_gamma(max(plan.counts))
-        proposal = self.steps.draft(batch, count)
-        draft = StepDraft(batch, plan, proposal, proposal.ids.shape[1])  # the draft may end before
-        if self.log is not None:
-            self.log.drafted(batch.rows, proposal.ids, draft.counts)
-        return draft
+            return StepDraft(batch, plan, None, 0, plan.counts)
+        proposal = self.steps.draft(batch, self.steps.padded_gamma(max(plan.counts)))
+        width = proposal.ids.shape[1]  # the draft may end before
+        counts = [min(width, count) for count in plan.counts]
+        if log is not None:
+            log.drafted(batch.rows, proposal.ids, counts)
+        return StepDraft(batch, plan, proposal, width, counts)
 
     def _join(self, drafts: Sequence[StepDraft]) -> Proposal | None:
         """The proposal for the rows of all `drafts`, ragged if rows can be verified so."""
@@ -171,17 +177,16 @@ class Speculative:
         counts = [draft.counts for draft in drafts]
         if len(drafts) > 1:
             return join([draft.proposal for draft in drafts], counts)
-        is_ragged = self.steps.can_join and len(set(counts[0])) > 1
+        is_ragged = len(set(counts[0])) > 1 and self.steps.can_join
         return replace(proposal, counts=counts[0]) if proposal and is_ragged else proposal
 
     def _observe(
         self,
         draft: StepDraft,
-        verdicts: dict[Request, Verdict],
+        accepted: Sequence[int],
         seconds: float | None,
         is_ragged: bool,
     ) -> None:
-        accepted = [verdicts[r].accepted for r in draft.batch.requests] if draft.draft_width else ()
         judged = draft.plan.judged
         verified = draft.draft_width
         if is_ragged:
@@ -189,7 +194,12 @@ class Speculative:
             if any(judged) and judged != draft.plan.counts:  # some are those of a model
                 seconds = None
         self.draft_length.observe(
-            draft.batch, draft.draft_width, accepted, seconds, judged, verified
+            draft.batch,
+            draft.draft_width,
+            accepted if draft.draft_width else (),
+            seconds,
+            judged,
+            verified,
         )
 
     def measure(self, batch: Batch) -> list[float]:
@@ -200,7 +210,12 @@ class Speculative:
 
 def _rows_with(batch: Batch, counts: Sequence[int], count: int) -> Batch:
     pairs = zip(batch.requests, counts, strict=True)
-    return Batch(tuple(request for request, own_count in pairs if own_count == count))
+    return Batch(tuple([request for request, own_count in pairs if own_count == count]))
+
+
+def _requests_of(drafts: Sequence[StepDraft]) -> tuple[Request, ...]:
+    """Those of each draft in turn."""
+    return tuple([request for draft in drafts for request in draft.batch.requests])
 
 
 def speculative(setup: Setup) -> Speculative:

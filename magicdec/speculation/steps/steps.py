@@ -8,7 +8,7 @@ device once a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,10 +18,10 @@ from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.forward_batch import EnqueuedForward, ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch, NotFinite, Request
-from magicdec.runner.sampling.model_tokens import AcceptanceRule, Count, Proposal, judge
-from magicdec.runner.sampling.verification import Verdict
+from magicdec.runner.sampling.model_tokens import AcceptanceRule, Proposal, judge
+from magicdec.runner.sampling.verification import Verdicts
 from magicdec.speculation.drafter import Drafter, DraftShape
-from magicdec.speculation.steps.logits_recorder import LogitsRecorder
+from magicdec.speculation.steps.logits_recorder import StepRecorder
 from magicdec.speculation.steps.strategy import Phase
 
 
@@ -46,7 +46,7 @@ class PendingVerification:
         logits = self.logits()
         if self.places is not None:
             return logits[0, self.places[list(places)]]
-        return logits if len(places) == len(logits) else logits[list(places)]
+        return logits if len(places) == logits.shape[0] else logits[list(places)]
 
 
 class DecodeSteps:
@@ -59,11 +59,12 @@ class DecodeSteps:
         drafter: Drafter,
         phase: Phase,
         is_in_flight: bool = False,
-        logits_recorder: LogitsRecorder | None = None,
+        logits_recorder: StepRecorder | None = None,
         rule: AcceptanceRule | None = None,
     ) -> None:
         self.runner = runner
         self.rule = rule
+        self.keeps_drafts = rule is None or rule.keeps_drafts
         self.drafter = drafter
         self.logits_recorder = logits_recorder
         self.phase = phase
@@ -93,7 +94,7 @@ class DecodeSteps:
         self.drafter.release(rows)
 
     def decode(self, batch: Batch) -> list[list[int]]:
-        return [verdict.ids for verdict in self.verify(batch, None)]
+        return self.verify(batch, None).ids
 
     @torch.inference_mode()
     def draft(self, batch: Batch, gamma: int) -> Proposal:
@@ -103,14 +104,21 @@ class DecodeSteps:
             return self._drafted(batch, gamma)
 
     @torch.inference_mode()
-    def verify(self, batch: Batch, proposal: Proposal | None) -> list[Verdict]:
-        """The verdict of each row. Ragged proposals (`Proposal.counts`) need `can_join`."""
+    def draft_given(self, batch: Batch, given: Tensor) -> Proposal:
+        """The proposal whose sampled drafts are `given` [B, K], with the distributions that they
+        would have been drawn from."""
+        with self.phase("draft"):
+            self._load(batch)
+            sampling = replace(self._batch.sampling, given=given)
+            self._batch = replace(self._batch, sampling=sampling)
+            self._shown = ()
+            return self._drafted(batch, given.shape[1])
+
+    @torch.inference_mode()
+    def verify(self, batch: Batch, proposal: Proposal | None) -> Verdicts:
+        """The verdicts of a batch. Ragged proposals (`Proposal.counts`) need `can_join`."""
         with self.phase("decode" if proposal is None else "verify"):
             return self._judged(batch, proposal)
-
-    def kept(self, accepted: Count) -> Count:
-        """How many of the accepted drafts of a row, or of rows [B], it emits."""
-        return accepted if self.rule is None else self.rule.kept(accepted)
 
     @property
     def can_join(self) -> bool:
@@ -140,7 +148,7 @@ class DecodeSteps:
         pending = self.drafter.prepare(batch.requests, gamma)
         return self.drafter.propose(self._batch, DraftShape(gamma, pending))
 
-    def _judged(self, batch: Batch, proposal: Proposal | None) -> list[Verdict]:
+    def _judged(self, batch: Batch, proposal: Proposal | None) -> Verdicts:
         """Verify, and read the result: the step's only read."""
         self._show(batch)
         verification = self._begin(proposal)
@@ -149,8 +157,8 @@ class DecodeSteps:
             self._batch.sampling.spoil()
             if self._batch.sampling.flaws is None:
                 raise NotFinite.after(*self._flawed(verification))
-        padded_gamma = verification.proposal.ids.shape[1]
-        verdicts = self._read(self._finish(verification), padded_gamma)
+        proposal = verification.proposal
+        verdicts = self._read(self._finish(verification), proposal.ids.shape[1])
         recorder = self.logits_recorder
         if recorder is not None and (places := recorder.wants(batch.rows)):
             logits = verification.logits_of(places)
@@ -168,7 +176,7 @@ class DecodeSteps:
         found = next((r for r in self._shown if r.row in rows), self._shown[0])
         return found.request_id, len(found.output_ids)
 
-    def _read(self, result: Tensor, padded_gamma: int) -> list[Verdict]:
+    def _read(self, result: Tensor, draft_width: int) -> Verdicts:
         lines = result.tolist()
         results = [lines[place] for place in self._places]
         first = 0
@@ -178,8 +186,7 @@ class DecodeSteps:
                 self._batch.sampling.check(request, line)
         for i, runner in enumerate(self._runners, first):
             runner.cache.set_host_lengths(self._rows, [row[i] for row in results])
-        first += len(self._runners)
-        return [Verdict.from_columns(row[first:], padded_gamma) for row in results]
+        return Verdicts.read(results, first + len(self._runners), draft_width)
 
     def _begin(self, proposal: Proposal | None) -> PendingVerification:
         runner = self.runner
@@ -193,8 +200,8 @@ class DecodeSteps:
         if proposal.counts is not None:
             forwards, places = self._begin_ragged(proposal.counts, tokens)
             return PendingVerification(proposal, before, forwards, places)
-        with runner.observed_by(self.drafter.observers):
-            forward = runner.enqueue(ForwardBatch(tokens, rows))
+        batch = ForwardBatch(tokens, rows, observers=self.drafter.observers)
+        forward = runner.enqueue(batch)
         return PendingVerification(proposal, before, [forward])
 
     def _begin_ragged(
@@ -238,12 +245,12 @@ class DecodeSteps:
             )
         accepted = judgement.accepted
         ids = judgement.ids
-        kept = self.kept(accepted)
+        kept = accepted if self.keeps_drafts else torch.zeros_like(accepted)
         emitted = kept + 1
         batch.sampling.take(ids, emitted, rows.active)
         # The newest token and the drafts that are kept stay cached. The last emitted token is not
         # cached yet.
-        bounds = tuple(bound + ids.shape[1] for bound in before.bounds)
+        bounds = tuple([bound + ids.shape[1] for bound in before.bounds])
         new_lengths = Lengths(before.tensor + emitted, bounds)
         if proposal.ids.shape[1] > 0:
             runner.truncate(rows, new_lengths)

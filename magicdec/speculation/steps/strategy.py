@@ -14,7 +14,7 @@ from magicdec.runner.request import Batch, StepOutput
 from magicdec.runner.sampling.model_tokens import AcceptanceRule
 from magicdec.speculation.draft_length import DraftLength
 from magicdec.speculation.drafter import DraftSetup
-from magicdec.speculation.steps.logits_recorder import LogitsRecorder
+from magicdec.speculation.steps.logits_recorder import StepRecorder
 from magicdec.speculation.steps.recorder import Eager, Recorder
 
 Phase = Callable[[str], AbstractContextManager[object]]
@@ -30,7 +30,7 @@ class Setup(DraftSetup):
     draft_length: DraftLength | None = None  # default: made from `decoding`
     recorder: Recorder = Eager()  # default: nothing is captured
     is_in_flight: bool = False  # requests join a running batch, and rows are used again
-    logits_recorder: LogitsRecorder | None = None
+    logits_recorder: StepRecorder | None = None
     rule: AcceptanceRule | None = None  # default: what the target accepts is kept
 
 

@@ -179,7 +179,7 @@ class Flover(ReplayingSystem):
         strategy, recorder = self._strategy(serving_pass)
         if recorder is not None:
             recorder.is_watching = observer.is_measured
-        self._phases = observer.phase
+        self._phases = observer.phases or nullcontext
         with observer.threads.during():
             arrivals = Arrivals(requests, serving_pass.concurrency)
             self._decode(

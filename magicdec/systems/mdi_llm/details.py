@@ -16,7 +16,7 @@ from magicdec.output.tables import Table
 from magicdec.records.fields import recorded
 from magicdec.records.metric_tables import fixed
 from magicdec.systems.details import StageOccupancy
-from magicdec.systems.stages.details import StagedDetails, occupancy_of
+from magicdec.systems.stages.details import StagedDetails, averaged, occupancy_of
 from magicdec.systems.stages.spans import Span, SpanKind, Spans, link_times
 
 NO_DRAFTS = "without drafts"
@@ -99,23 +99,20 @@ class MDILLMDetails(StagedDetails):
     tensor_parallel: int = recorded("ranks of a stage, which share its layers")
     num_lanes: int = recorded("lanes: messages that circulate while all samples decode")
     lane_size: int = recorded("samples of a lane, which travel in one message")
-    busy: list[float] = recorded(
+    busy: list[float] = averaged(
         "share of the time that a stage did not wait for a message; the rest is idle",
-        over_groups=statistics.fmean,
     )
-    decode_ms: list[float] | None = recorded(
+    decode_ms: list[float] | None = averaged(
         "median time of a stage for a message of samples that decode, from its arrival until its "
         "result is sent; of the first stage with the head, sampling, scheduling and drafting, "
         "where no prompt is prefilled with it",
         "ms",
         null=NO_DECODES,
-        over_groups=statistics.fmean,
     )
-    queue_depth: list[float] = recorded(
+    queue_depth: list[float] = averaged(
         "messages that were sent to a stage and that it had not taken yet, on the link or waiting; "
         "mean over the time",
         "messages",
-        over_groups=statistics.fmean,
     )
     sent_messages: list[int] = recorded(
         "messages that each rank of a stage sent to the next", over_groups=sum
@@ -124,37 +121,32 @@ class MDILLMDetails(StagedDetails):
     decode_hop_bytes: int = recorded(
         "bytes of a message of a whole lane that decodes: its header and hidden states", "bytes"
     )
-    link_ms: float | None = recorded(
+    link_ms: float | None = averaged(
         "median time of messages that decode from one stage to the next, which was idle",
         "ms",
         null="with one stage, or if no stage was idle",
-        over_groups=statistics.fmean,
     )
-    predicted_round_ms: float | None = recorded(
+    predicted_round_ms: float | None = averaged(
         "`max(num_lanes * largest decode_ms, sum of decode_ms + stages * link_ms)`: the time in "
         "which every sample gains a token, or `tokens_per_round` with drafts",
         "ms",
         null=NO_DECODES,
-        over_groups=statistics.fmean,
     )
-    measured_round_ms: float | None = recorded(
+    measured_round_ms: float | None = averaged(
         "the same as measured: the median time between two tokens of a sample",
         "ms",
         null="if every request has a single output token",
-        over_groups=statistics.fmean,
     )
-    tokens_per_round: float | None = recorded(
+    tokens_per_round: float | None = averaged(
         "output tokens that a sample gains in a round: those of all samples after their first, "
         "divided by the rounds of all samples",
         null=NO_DRAFTS,
-        over_groups=statistics.fmean,
     )
-    draft_ms: float | None = recorded(
+    draft_ms: float | None = averaged(
         "mean time of the first stage for drafting for such a message, the drafter's part of "
         "admitting samples included",
         "ms",
         null=NO_DRAFTS,
-        over_groups=statistics.fmean,
     )
 
     def stages(self) -> list[StageOccupancy]:

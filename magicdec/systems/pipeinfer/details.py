@@ -15,7 +15,7 @@ from magicdec.records.fields import recorded
 from magicdec.runner.request import Request
 from magicdec.systems.details import StageOccupancy
 from magicdec.systems.pipeinfer.scheduler import Counts
-from magicdec.systems.stages.details import StagedDetails, occupancy_of
+from magicdec.systems.stages.details import StagedDetails, averaged, occupancy_of
 from magicdec.systems.stages.spans import Span, SpanKind, link_times
 
 
@@ -56,52 +56,46 @@ class PipeInferDetails(StagedDetails):
         null="of stages that sleep",
         over_groups=min,
     )
-    mean_in_flight: float = recorded(
+    mean_in_flight: float = averaged(
         "runs that are under way; mean over the time",
         label="runs in flight, mean",
         digits=2,
-        over_groups=statistics.fmean,
     )
     most_in_flight: int = recorded("the most of them at one time", over_groups=max)
     num_layers: list[int] = recorded("layers of the target on each rank")
     draft_rank: int | None = recorded("the rank that drafts", null="if no mode drafts")
-    busy: list[float] = recorded(
+    busy: list[float] = averaged(
         "share of the time in which a rank computes layers or drafts; the rest is idle",
         label="busy by rank, %",
         scale=100,
-        over_groups=statistics.fmean,
     )
     idle_s: list[float] = recorded("the rest in seconds, of each rank", "s", over_groups=sum)
-    stage_ms: list[float] | None = recorded(
+    stage_ms: list[float] | None = averaged(
         "mean time of a stage for a run of decoded tokens that it did not skip",
         "ms",
         label="stages, ms",
         digits=2,
         null="if a stage had no such run",
-        over_groups=statistics.fmean,
     )
-    draft_ms: float | None = recorded(
+    draft_ms: float | None = averaged(
         "mean time of a step of the drafter",
         "ms",
         label="draft step, ms",
         digits=2,
         null="if nothing was drafted",
-        over_groups=statistics.fmean,
     )
-    draft_busy: float = recorded(
+    draft_busy: float = averaged(
         "share of the time in which the drafter drafts",
         label="drafting, %",
         scale=100,
-        over_groups=statistics.fmean,
     )
-    link_ms: float | None = recorded(
+    link_ms: float | None = averaged(
         "mean time from the end of a run of decoded tokens at a stage to its begin at the next, "
         "which was idle",
         "ms",
         label="link, ms",
         digits=2,
         null="with one stage",
-        over_groups=statistics.fmean,
     )
 
     def stages(self) -> list[StageOccupancy]:

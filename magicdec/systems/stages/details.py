@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,11 @@ from magicdec.systems.stages.spans import Span
 WORK = ("STAGE", "DRAFT", "HEAD")  # spans in which a stage is busy
 NUM_PARTS = 100  # of the time of a pass, in which the share that stages are busy is recorded
 DIGITS = 3  # of these shares after the decimal point
+
+
+def averaged(meaning: str, unit: str = "", **more: Any) -> Any:
+    """A field that is the mean of the groups of requests."""
+    return recorded(meaning, unit, over_groups=statistics.fmean, **more)
 
 
 def mean_share(shares: Sequence[float]) -> float:

@@ -483,15 +483,15 @@ SAMPLES = (
     regression(
         "sampled drafts share a random number",
         "runner/sampling/model_tokens.py",
-        "Purpose.DRAFT, skip=drafts.shape[1])",
+        "Purpose.DRAFT, skip=place)",
         "Purpose.DRAFT)",
         f"{PLAIN} {SAMPLED}",
     ),
     regression(
         "sampled drafts of a draft model are drawn anew",
         "runner/sampling/model_tokens.py",
-        "u = draws.ahead(1, Purpose.DRAFT, skip=drafts.shape[1])",
-        "u = draws.ahead(1, Purpose.ACCEPT, skip=drafts.shape[1])",
+        "u = draws.ahead(1, Purpose.DRAFT, skip=place)",
+        "u = draws.ahead(1, Purpose.ACCEPT, skip=place)",
         f"{FULL} --gamma 4 {SAMPLED}",
     ),
 )
@@ -585,8 +585,8 @@ HEADS = (
     regression(
         "a head reads the states of the token before",
         "runner/observers/hidden_states.py",
-        "return self.values[rows.unsqueeze(1), positions]",
-        "return self.values[rows.unsqueeze(1), (positions - 1).clamp(min=0)]",
+        "return self.values[self._texts[rows].unsqueeze(1), positions]",
+        "return self.values[self._texts[rows].unsqueeze(1), (positions - 1).clamp(min=0)]",
         "eagle:demo-eagle",
     ),
     regression(
@@ -600,16 +600,16 @@ HEADS = (
 FORKED = (
     regression(
         "forks have no copy of their last block",
-        FORKS,
-        "if length % cache.shape.block_size:",
-        "if False:",
+        "kv/cache.py",
+        "self.copy_block(self.blocks[source][num_borrowed], self.blocks[row][num_borrowed])",
+        "pass",
         f"{SELF} 65 {EVERY}",
     ),
     regression(
         "a lookup in forks does not know the newest token",
         FORKS,
-        "known.output_ids = [*position.continuation[: position.number]]",
-        "known.output_ids = [*position.continuation[: position.number - 1]]",
+        "                known.output_ids = position.known\n",
+        "                known.output_ids = position.known[:-1]\n",
         f"--draft ngram {EVERY}",
     ),
 )

@@ -172,8 +172,8 @@ PROPERTIES = (
             Fault(
                 "the query of one head alone",
                 "speculation/policies/retrieval.py",
-                "return weights.sum(dim=3), index",
-                "return weights[:, :, :, 0], index",
+                "return weights.sum(dim=3)",
+                "return weights[:, :, :, 0]",
             ),
             Fault(
                 "a block that is not complete among the scored",
@@ -184,8 +184,8 @@ PROPERTIES = (
             Fault(
                 "mean keys of another row",
                 "speculation/policies/retrieval.py",
-                "keys = self._mean_keys[:, rows.index, :, :num_blocks]",
-                "keys = self._mean_keys[:, rows.index - 1, :, :num_blocks]",
+                "keys = self._mean_keys[:, self._texts[index], :, :num_blocks]",
+                "keys = self._mean_keys[:, index - 1, :, :num_blocks]",
             ),
             Fault(
                 "a text's length at its admission not kept",
@@ -214,8 +214,8 @@ PROPERTIES = (
             Fault(
                 "scores of another row",
                 "speculation/policies/retrieval.py",
-                "self._query, self._mean_keys, rows.index, blocks, num_blocks",
-                "self._query, self._mean_keys, rows.index * 0, blocks, num_blocks",
+                "self._query, self._mean_keys, rows.index, texts, blocks, num_blocks",
+                "self._query, self._mean_keys, rows.index * 0, texts, blocks, num_blocks",
             ),
             Fault(
                 "the best blocks of another row",

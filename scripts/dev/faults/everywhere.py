@@ -56,8 +56,44 @@ PROPERTIES = (
             Fault(
                 "a position has the probabilities of another row",
                 "speculation/steps/speculative.py",
-                "pairs = zip(in_rows, counts, strict=True)",
-                "pairs = zip(reversed(in_rows), counts, strict=True)",
+                "zip(acceptance, counts, strict=True)",
+                "zip(reversed(acceptance), counts, strict=True)",
+            ),
+        ),
+    ),
+    Property(
+        "Over its own sampled text a run has the steps that forks expect.",
+        f"{SAMPLED}test_steps_of_a_run_over_its_text_are_those_that_forks_expect[model]",
+        (
+            Fault(
+                "the chance of a drawn draft",
+                "bench/acceptance/forks.py",
+                "acceptance = (q / p).clamp(max=1).cumprod(dim=1)",
+                "acceptance = (p / q).clamp(max=1).cumprod(dim=1)",
+            ),
+            Fault(
+                "drafts drawn in place of given ones",
+                "runner/sampling/model_tokens.py",
+                "if sampling.given is not None:",
+                "if False:",
+            ),
+        ),
+    ),
+    Property(
+        "A model accepts what it drafts itself with its whole cache.",
+        f"{SAMPLED}test_a_model_accepts_what_it_drafts_itself_with_its_whole_cache",
+        (
+            Fault(
+                "the chances of the tokens before",
+                "bench/acceptance/forks.py",
+                "        first = self.number - 1\n",
+                "        first = max(0, self.number - 2)\n",
+            ),
+            Fault(
+                "texts without their penalties",
+                "bench/acceptance/forks.py",
+                "whole = whole_logits(self.runner, logits, sampling)",
+                "whole = whole_logits(self.runner, logits, replace(sampling, penalties=None))",
             ),
         ),
     ),
@@ -110,8 +146,62 @@ PROPERTIES = (
             Fault(
                 "a step that begins at what the last one rejected",
                 RECORD,
-                "        position += count + 1\n",
-                "        position += max(1, count)\n",
+                "begins[position + 1 : position + gamma + 2]",
+                "begins[position + 1 : position + gamma + 2][::-1]",
+            ),
+        ),
+    ),
+    Property(
+        "Forks of what snapkv has copied accept what verifications step by step accept.",
+        f"{EVERYWHERE}test_forks_accept_what_verifications_step_by_step_accept[snapkv-128]",
+        (
+            Fault(
+                "a copy without what follows the prompt",
+                "bench/acceptance/forks.py",
+                "        drafter.prepare([text], 0)\n",
+                "        pass\n",
+            ),
+            Fault(
+                "chosen at the end of the continuation",
+                "bench/acceptance/forks.py",
+                "replace(request, output_ids=tokens[:1])",
+                "replace(request, output_ids=tokens[:])",
+            ),
+            Fault(
+                "forks of a copy with a row's own positions",
+                "speculation/policies/snapkv.py",
+                "self._offsets[row] = self.shifts[row] = self.shifts[text.row]",
+                "self.shifts[row] = self.shifts[text.row]",
+            ),
+        ),
+    ),
+    Property(
+        "Forks choose blocks by the query of their own newest cached token.",
+        f"{EVERYWHERE}test_forks_accept_what_verifications_step_by_step_accept[retrieval-128]",
+        (
+            Fault(
+                "no verification is seen",
+                "bench/acceptance/forks.py",
+                "            see_last(runner, drafter, forks)\n",
+                "",
+            ),
+            Fault(
+                "mean keys of the first text",
+                "speculation/policies/retrieval.py",
+                "        self._texts[rows] = self._texts[text_rows]\n",
+                "        self._texts[rows] = 0\n",
+            ),
+        ),
+    ),
+    Property(
+        "Forks of a head read the states of their texts.",
+        f"{EVERYWHERE}test_forks_accept_what_verifications_step_by_step_accept[eagle-128]",
+        (
+            Fault(
+                "states of the first text",
+                "runner/observers/hidden_states.py",
+                "        self._texts[rows] = self._texts[texts]\n",
+                "        self._texts[rows] = 0\n",
             ),
         ),
     ),
@@ -121,9 +211,9 @@ PROPERTIES = (
         (
             Fault(
                 "drafts that end in the next block forgotten",
-                "setup/model_plan.py",
-                "return num_forks * (1 + num_whole) + rest * (-(-num_forks // block) + num_texts)",
-                "return num_forks * (1 + num_whole)",
+                "kv/layer_caches.py",
+                "self.num_rows * (1 + num_whole) + rest * (-(-self.num_rows // block) + num_texts)",
+                "self.num_rows * (1 + num_whole)",
             ),
         ),
     ),
@@ -134,8 +224,8 @@ PROPERTIES = (
             Fault(
                 "a draft model planned without its forks",
                 "bench/acceptance/memory.py",
-                "drafts = [draft.with_forks(room.num_forks) for draft in drafts]",
-                "pass",
+                "plan_of([plan.with_forks(num_forks) for plan in plans_of_models])",
+                "plan_of(plans_of_models)",
             ),
         ),
     ),

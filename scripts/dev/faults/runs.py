@@ -39,13 +39,13 @@ PROPERTIES = (
                 "            verification = self._begin(proposal)\n"
                 "            self.runner.execute()\n"
                 "            result = self._finish(verification)\n"
-                "        return self._read(result)\n",
+                "        return self._read(result, verification.proposal.ids.shape[1])\n",
             ),
             Fault(
                 "the end of a phase marked before its work on CUDA",
                 "hardware/timing.py",
-                "            yield\n            last.record()",
-                "            last.record()\n            yield",
+                "        yield\n        last.record()",
+                "        last.record()\n        yield",
             ),
             Fault(
                 "draft lengths learn from times without the step",
@@ -133,19 +133,19 @@ PROPERTIES = (
         (
             Fault(
                 "TPOT's clock shifted by 0.5 ms",
-                "bench/records_of.py",
+                "bench/recording.py",
                 "end_s + (at_s - begun_s)",
                 "end_s + (at_s - begun_s) - 0.0005",
             ),
             Fault(
                 "all sequences end with the last",
-                "bench/records_of.py",
+                "bench/recording.py",
                 "finished_s=times_s[-1])",
                 "finished_s=end_s + max(r.token_times_s[-1] for r in group.requests) - begun_s)",
             ),
             Fault(
                 "other passes counted",
-                "bench/records_of.py",
+                "bench/recording.py",
                 "else end_s + (at_s - begun_s)",
                 "else at_s",
             ),
@@ -310,6 +310,24 @@ PROPERTIES = (
                 "systems/shared_prefill.py",
                 "        model.target_dtype,\n",
                 "        (model.target_dtype, config.low_bit),\n",
+            ),
+        ),
+    ),
+    Property(
+        "Drafts that are far behind after the first batch end there, with the record of one batch.",
+        f"{TOGETHER}test_drafts_that_are_far_behind_end_after_the_first_batch",
+        (
+            Fault(
+                "drafts compared with the slowest",
+                "bench/study/timed_runner.py",
+                "most_ms = FAR_BEHIND * min(times, default=0.0)",
+                "most_ms = FAR_BEHIND * max(times, default=0.0)",
+            ),
+            Fault(
+                "their records left out",
+                "bench/study/timed_runner.py",
+                "        found |= self.ended\n",
+                "",
             ),
         ),
     ),

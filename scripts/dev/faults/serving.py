@@ -405,7 +405,7 @@ PROPERTIES = (
         (
             Fault(
                 "answers of some repeats counted",
-                "bench/records_of.py",
+                "bench/recording.py",
                 "if all(own.reported for own in found):",
                 "if any(own.reported for own in found):",
             ),
@@ -460,7 +460,7 @@ PROPERTIES = (
             Fault(
                 "prompt tokens of a step not noted",
                 "systems/observer.py",
-                "sum(part.stop - part.start for part in plan.parts)",
+                "sum([part.stop - part.start for part in plan.parts])",
                 "0",
             ),
             Fault(

@@ -159,9 +159,8 @@ PROPERTIES = (
             Fault(
                 "units of other ranks in gate and up",
                 "model/checkpoint/weight_map.py",
-                "up = [(theirs + name, ffn, c.intermediate_size) for name in n.gate_up]",
-                "up = [(theirs + name, (0, ffn[1] - ffn[0]), c.intermediate_size)"
-                " for name in n.gate_up]",
+                "[(name, units, width) for name in up_names]",
+                "[(name, (0, units[1] - units[0]), width) for name in up_names]",
             ),
         ),
     ),
