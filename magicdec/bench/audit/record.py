@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from magicdec.bench.audit.pays import PAYS, ArmCell, arm_tables
 from magicdec.output.tables import Column, Line, Table
 from magicdec.records.comparison.compare import INCOMPARABLE, REGRESSION, SAME, Comparison
 from magicdec.records.fields import RecordPart, recorded
@@ -16,7 +17,7 @@ GREEDY = "greedy"
 SAMPLING = "sampling"
 COUNTERS = "counters"
 STATE = "state"
-CHECKS = (GREEDY, SAMPLING, COUNTERS, STATE)
+CHECKS = (GREEDY, SAMPLING, COUNTERS, STATE, PAYS)
 # From the best to the worst.
 STATUSES = (
     Status.VERIFIED,
@@ -145,8 +146,12 @@ class AuditRecord(MeasuredRecord):
     program: str | None = recorded(
         "the program in whose form the server reports drafts", null="if it reports none"
     )
-    server: str = recorded("its URL, without credentials")
-    model: str = recorded("the model as the server names it")
+    server: str | None = recorded(
+        "its URL, without credentials", null="if arms of it are compared and nothing else"
+    )
+    model: str | None = recorded(
+        "the model as the server names it", null="if no server has answered"
+    )
     checks: list[AuditCheck] = recorded("a verdict for each check")
     noise: list[NoisePair] = recorded("the noise of the server's own log-probabilities")
     tolerance: float | None = recorded(
@@ -157,6 +162,7 @@ class AuditRecord(MeasuredRecord):
     greedy: list[GreedyCell] = recorded("greedy answers by context and concurrency")
     sampled: list[SampledPlace] = recorded("places at which tokens were drawn")
     states: list[StateCell] = recorded("acceptance and tokens in states of the server")
+    arms: list[ArmCell] = recorded("times of the arms by context and concurrency")
     num_requests: int = recorded("requests that the audit sent")
     seconds: float = recorded("time of the audit", "s")
 
@@ -207,6 +213,7 @@ def tables(records: Sequence[AuditRecord]) -> list[Table]:
     for record in records:
         found.append(_verdicts(record))
         found += [table for table in (_greedy(record), _sampled(record), _states(record)) if table]
+        found += arm_tables(record.arms)
     return found
 
 
@@ -214,7 +221,9 @@ def _verdicts(record: AuditRecord) -> Table:
     status = Status(record.status)
     program = record.program or "program unknown"
     above = [
-        Line(f"{record.model} at {record.server} ({program})"),
+        Line(
+            f"{record.model} at {record.server} ({program})" if record.server else str(record.model)
+        ),
         Line(IN_WORDS[status], STYLES[status]),
     ]
     rows = [(check.name, IN_WORDS[Status(check.status)], check.text) for check in record.checks]
