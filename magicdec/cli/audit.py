@@ -131,16 +131,17 @@ class AuditFlags:
     arm: tuple[str, ...] | None = setting(
         None,
         "Servers of one model that are measured one after the other, to see where drafts pay: "
-        "plain (no drafts) and drafts, and if wanted idle (drafts are loaded, and none are used) "
-        "and rejected (all are). What is no URL is a command, in which {port} is the port of the "
-        "loopback on which it is to serve; it is started, and ended when it is measured.",
+        "plain (no drafts), which is measured again at the end, and drafts, and if wanted idle "
+        "(drafts are loaded, and none are used) and rejected (all are). What is no URL is a "
+        "command, in which {port} is the port of the loopback on which it is to serve; it is "
+        "started, and ended when it is measured.",
         metavar="NAME=URL_OR_COMMAND",
         parse=parse_arms,
     )
     rounds: int = setting(
         3,
         "Rounds of each cell of --arm, after one that warms up. One arm is faster if every round "
-        "of it is; with 3, arms that are alike come out apart in 1 of 10 cells.",
+        "of it is; with 3, arms that are alike come out apart in 1 of 42 cells.",
         least=2,
     )
     price_per_hour: float | None = setting(
@@ -216,7 +217,7 @@ def export(path: Path, record: AuditRecord) -> None:
     except ValueError as error:
         say(f"--export_schedule {path} was not written: {error}")
         return
-    write_text("--export_schedule", path, f"{to_json(schedule, 2)}\n")
+    write_text("--export_schedule", path, f"{to_json(schedule)}\n")
     say(f"--export_schedule {path}: drafts at context {schedule['context']}")
 
 

@@ -21,6 +21,7 @@ import pytest
 import speculating_server
 from conftest import Command
 from speculating_server import SpeculatingServer
+from synthetic_records import ENVIRONMENT
 
 from magicdec.bench.audit import starting
 from magicdec.bench.audit.arms import cell_of_rounds, check_of_arms, draft_length, num_steps_in
@@ -41,12 +42,13 @@ from magicdec.bench.audit.pays import (
     sentence,
     sentences,
 )
-from magicdec.bench.audit.record import AuditRecord
+from magicdec.bench.audit.record import AuditRecord, comparisons_of
 from magicdec.bench.audit.starting import Arm, parse_arms
 from magicdec.records.acceptance import ReportedCounts
+from magicdec.records.comparison.compare import REGRESSION, SAME
 from magicdec.records.reading import read_records
 
-STEP_S = 0.02  # beside which a busy machine's delays are small
+STEP_S = 0.03  # beside which a busy machine's delays are small
 
 
 def made(arm: str, context: int, concurrency: int, steps: Sequence[float], rate: float) -> ArmCell:
@@ -130,7 +132,50 @@ def test_the_tax_of_idle_drafts_and_the_loss_if_all_are_rejected() -> None:
     assert cell.idle is not None and cell.idle.value == pytest.approx(1.1)
     assert cell.rejected is not None and cell.rejected.value == pytest.approx(0.5)
     text = check_of_arms([*cell.cells.values()]).text
-    assert "cost up to 10.0 % [0.0, 22.2] of a step" in text
+    assert "cost up to 10.0 % [0.0, 22.2] of a step, which is undecided" in text
+    costly = made(IDLE, 512, 1, [0.02, 0.02, 0.02], 1.0)
+    assert check_of_arms([*both(512, 1, [0.016] * 3, 2.0), costly]).text.endswith("of a step")
+
+
+def test_plain_decoding_that_was_measured_twice_has_all_its_rounds() -> None:
+    """A machine that has become faster meanwhile leaves it undecided."""
+    again = made(PLAIN, 512, 1, [0.007, 0.007, 0.007], 1.0)
+    assert compared(CELLS)[0].verdict == PAYS
+    cell = compared([*CELLS, again])[0]
+    assert cell.verdict == UNDECIDED and len(cell.cells[PLAIN].token_s) == 6
+    assert cell.speedup.value == pytest.approx(0.0085 / 0.008)
+
+
+def test_steps_that_are_faster_with_drafts_decide_nothing() -> None:
+    cells = both(512, 1, [0.008, 0.0085, 0.0085], 2.0)
+    assert compared(cells)[0].speedup.low > 1 and compared(cells)[0].verdict == UNDECIDED
+    text = "at context 512 and concurrency 1 a step with drafts takes less time than one without"
+    assert text in check_of_arms(cells).text
+
+
+def test_drafts_that_no_longer_pay_are_a_regression() -> None:
+    later = [*both(512, 1, [0.03] * 3, 2.0), *both(2048, 8, [0.03] * 3, 2.0)]
+    records = [
+        AuditRecord(
+            environment=ENVIRONMENT,
+            config={},
+            status="verified",
+            checks=[],
+            noise=[],
+            greedy=[],
+            sampled=[],
+            states=[],
+            arms=cells,
+            num_requests=0,
+            seconds=0.0,
+        )
+        for cells in (later, CELLS)
+    ]
+    verdicts = {found.name: found.verdict for found in comparisons_of(*records)}
+    assert verdicts == {
+        "drafts after 512 tokens, 1 at once": REGRESSION,
+        "drafts after 2048 tokens, 8 at once": SAME,  # it was undecided
+    }
 
 
 def test_a_check_without_steps_or_drafts_judges_nothing() -> None:
@@ -236,7 +281,7 @@ URL = "http://127.0.0.1:9/v1"
         (["--arm", f"plain={URL}", "drafts=http://:0/v1"], "is no URL"),
         (
             ["--arm", f"plain={URL}", "drafts=no-such-server {port}"],
-            "--arm drafts=no-such-server: there is no such program",
+            "--arm drafts=no-such-server: there is no such program; no shell reads the command",
         ),
         ([], "there is no server; give --endpoint URL, or --arm plain=URL drafts=URL"),
         (["--checks", "pays"], "--checks pays needs --arm plain=URL drafts=URL"),
@@ -321,34 +366,36 @@ def audit(command: Command, book: Path, tmp_path: Path) -> Auditing:
 
 
 def test_arms_that_commands_start(audit: Auditing, serving: Starting, tmp_path: Path) -> None:
-    """Steps without drafts take longer, so that these pay everywhere."""
+    """Their steps take equally long, so that drafts pay everywhere."""
     schedule = tmp_path / "schedule.json"
     ended, records = audit(
         *("--arm", f"plain={serving(speculates=False, step_s=STEP_S)}"),
-        f"drafts={serving()}",
-        f"idle={serving(speculates=False, step_s=STEP_S)}",
-        *("--price_per_hour", 2.5, "--export_schedule", schedule),
+        f"drafts={serving(step_s=STEP_S)}",
+        f"idle={serving(speculates=False)}",
+        *("--price_per_hour", 2.5, "--export_schedule", schedule, "--concurrency", 3),
     )
     assert ended.code == 0, ended
     check = records[0].checks[0]
     assert (check.name, check.status) == ("pays", "verified")
-    assert "pays from context 16 on at concurrency 1" in check.text
-    assert "pays from context 16 on at concurrency 3" in ended.out
-    cells = {(c.arm, c.context, c.concurrency): c for c in records[0].arms}
-    assert len(cells) == 12 and records[0].model == "toy" and records[0].server is None
-    drafts = cells["drafts", 32, 3]
+    assert "pays from context 16 on at concurrency 3" in check.text
+    arms = ["plain", "drafts", "idle", "plain"]
+    places = [(arm, context, 3) for arm in arms for context in (16, 32)]
+    assert [(cell.arm, cell.context, cell.concurrency) for cell in records[0].arms] == places
+    assert records[0].model == "toy" and records[0].server is None
+    drafts = records[0].arms[3]
     assert 2 < (drafts.tokens_per_step or 0) < 5 and drafts.draft_length == 4
-    assert drafts.num_requests == 3 and cells["drafts", 32, 1].num_requests == 2
-    assert cells["idle", 16, 1].tokens_per_step == 1
-    assert all((cell.dollars_per_million or 0) > 0 for cell in cells.values())
-    # Each cell asks 3 rounds and once for first tokens.
-    assert records[0].num_requests == 3 * 2 * (4 * 2 + 4 * 3)
+    assert all(cell.tokens_per_step == 1 for cell in records[0].arms if cell.arm != "drafts")
+    assert all((cell.dollars_per_million or 0) > 0 for cell in records[0].arms)
+    # In each cell 3 rounds, and once more for the first tokens alone. A round has as many prompts
+    # as requests at once.
+    assert records[0].num_requests == len(places) * 4 * 3
     assert json.loads(schedule.read_text()) == {
         "context": 32,
         "num_speculative_tokens_per_batch_size": [[1, 3, 4]],
         "1": {"candidate_steps": [4]},
         "3": {"candidate_steps": [4]},
     }
+    assert "plain ms/step" in ended.out and "$ a million tokens" in ended.out
 
 
 def test_a_command_that_does_not_start(audit: Auditing, serving: Starting, tmp_path: Path) -> None:

@@ -1,14 +1,15 @@
 """Whether drafts pay: the cells that were measured of several arms of a server, what follows from
 them by context and concurrency, and the schedule of draft lengths by batch size. Imports no torch.
 
-The arms are measured one after the other. The range of a ratio is that over all pairs of rounds, so
-that it is on one side of 1 if every round of one arm is faster than every round of the other."""
+The arms are measured one after the other, and plain decoding once more at the end, so that a change
+of the machine shows. The range of a ratio is that over all pairs of rounds: it is on one side of 1
+if every round of one arm is faster than every round of the other."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -93,6 +94,11 @@ class Ratio:
         return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
     @property
+    def is_decided(self) -> bool:
+        """Whether it is on one side of 1."""
+        return self.low > 1 or self.high < 1
+
+    @property
     def percent(self) -> str:
         """By how much it is more than 1."""
         value, low, high = (100 * (end - 1) for end in (self.value, self.low, self.high))
@@ -101,7 +107,8 @@ class Ratio:
 
 @dataclass(frozen=True)
 class ComparedCell:
-    """The arms at one context and concurrency, `cells` by arm; plain and drafts are among them."""
+    """The arms at one context and concurrency, `cells` by arm; plain and drafts are among them.
+    Those of an arm that was measured twice are one, with the rounds of both."""
 
     context: int
     concurrency: int
@@ -133,18 +140,26 @@ class ComparedCell:
         return None if cell is None else Ratio.of(self.cells[PLAIN].token_s, cell.token_s)
 
     @property
+    def is_plausible(self) -> bool:
+        """Whether a step with drafts takes as long as one without, or longer, as far as is
+        known."""
+        return self.needed is None or self.needed.high >= 1
+
+    @property
     def verdict(self) -> str:
-        speedup = self.speedup
-        if speedup.low > 1:
-            return PAYS
-        return LOSES if speedup.high < 1 else UNDECIDED
+        if not self.speedup.is_decided or not self.is_plausible:
+            return UNDECIDED
+        return PAYS if self.speedup.value > 1 else LOSES
 
 
 def compared(cells: Sequence[ArmCell]) -> list[ComparedCell]:
     """The cells that were measured both with drafts and without, by context and concurrency."""
     by_place = dict[tuple[int, int], dict[str, ArmCell]]()
     for cell in cells:
-        by_place.setdefault((cell.context, cell.concurrency), {})[cell.arm] = cell
+        arms = by_place.setdefault((cell.context, cell.concurrency), {})
+        first = arms.get(cell.arm)
+        both = cell if first is None else replace(first, token_s=[*first.token_s, *cell.token_s])
+        arms[cell.arm] = both
     return [
         ComparedCell(*place, arms)
         for place, arms in sorted(by_place.items())

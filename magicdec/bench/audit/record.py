@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from magicdec.bench.audit.pays import PAYS, ArmCell, arm_tables
+from magicdec.bench.audit.pays import LOSES, PAYS, ArmCell, arm_tables, compared
 from magicdec.output.tables import Column, Line, Table
 from magicdec.records.comparison.compare import INCOMPARABLE, REGRESSION, SAME, Comparison
 from magicdec.records.fields import RecordPart, recorded
@@ -174,7 +174,7 @@ def worst(statuses: Sequence[str]) -> Status:
 def comparisons_of(record: AuditRecord, old: AuditRecord | None) -> list[Comparison]:
     """A comparison for each check: a fault is a regression, also one that an earlier audit had.
     What was judged then and is not now could not be compared; a loss of tokens a step beside the
-    same cell then is a regression."""
+    same cell then is a regression, and drafts that paid there and no longer do."""
     found = [_comparison(check) for check in record.checks]
     if old is None:
         return found
@@ -193,6 +193,15 @@ def comparisons_of(record: AuditRecord, old: AuditRecord | None) -> list[Compari
         is_lost = cell.tokens_per_step < (1 - MOST_LOSS) * then
         text = f"{cell.tokens_per_step:.2f} tokens a step, {then:.2f} in the baseline"
         name = f"tokens a step after {cell.context} tokens, {cell.concurrency} at once"
+        found.append(Comparison(name, REGRESSION if is_lost else SAME, text))
+    speedups = {(cell.context, cell.concurrency): cell for cell in compared(old.arms)}
+    for now_cell in compared(record.arms):
+        earlier = speedups.get((now_cell.context, now_cell.concurrency))
+        if earlier is None:
+            continue
+        is_lost = earlier.verdict == PAYS and now_cell.verdict == LOSES
+        text = f"{now_cell.speedup} times as fast as plain, {earlier.speedup} in the baseline"
+        name = f"drafts after {now_cell.context} tokens, {now_cell.concurrency} at once"
         found.append(Comparison(name, REGRESSION if is_lost else SAME, text))
     return found
 

@@ -71,7 +71,10 @@ class Arm:
     def check(self) -> None:
         """Raises ValueError for a program that is not there."""
         if self.url is None and which(self.words[0]) is None:
-            raise ValueError(f"{self.option}={self.words[0]}: there is no such program")
+            raise ValueError(
+                f"{self.option}={self.words[0]}: there is no such program; no shell reads the "
+                "command, and env NAME=VALUE before it sets a variable"
+            )
 
 
 def parse_arms(words: str | Sequence[str]) -> list[str]:
@@ -149,16 +152,16 @@ def started(arm: Arm, words: Sequence[str], output: BinaryIO) -> Iterator[subpro
 def end(process: subprocess.Popen[bytes]) -> None:
     """End a process and all others of its group, which it leads. Ctrl-C meanwhile ends them at
     once."""
-    is_there = True
+    has_members = True
     try:
         send(process, signal.SIGTERM)
         deadline_s = time.monotonic() + GRACE_S
-        while is_there and time.monotonic() < deadline_s:
+        while has_members and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
             process.poll()
-            is_there = send(process, 0)
+            has_members = send(process, 0)
     finally:
-        if is_there:
+        if has_members:
             send(process, signal.SIGKILL)
         process.wait()
 
