@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,14 @@ from speculating_server import SpeculatingServer
 from synthetic_records import ENVIRONMENT
 
 from magicdec.bench.audit import starting
-from magicdec.bench.audit.arms import cell_of_rounds, check_of_arms, draft_length, num_steps_in
+from magicdec.bench.audit.arms import (
+    Arms,
+    ArmsPlan,
+    cell_of_rounds,
+    check_of_arms,
+    draft_length,
+    num_steps_in,
+)
 from magicdec.bench.audit.asking import ServerAnswer, together
 from magicdec.bench.audit.pays import (
     DRAFTS,
@@ -118,7 +125,8 @@ def test_a_cell_pays_if_a_step_emits_more_than_it_needs() -> None:
         ([PAYS, LOSES, LOSES], "pays up to context 1 at concurrency 4"),
         ([PAYS, LOSES, PAYS], "pays at context 1 and 3 alone at concurrency 4"),
         ([LOSES, LOSES, LOSES], "pays nowhere at concurrency 4"),
-        ([UNDECIDED] * 3, "pays nowhere at concurrency 4 (undecided at 1, 2, 3)"),
+        ([UNDECIDED, LOSES, LOSES], "pays nowhere at concurrency 4 (undecided at 1)"),
+        ([UNDECIDED] * 3, "undecided at concurrency 4"),
     ],
 )
 def test_sentences(verdicts: Sequence[str], text: str) -> None:
@@ -186,6 +194,8 @@ def test_a_check_without_steps_or_drafts_judges_nothing() -> None:
     assert "pays from context 512 on at concurrency 1" in check.text
     useless = check_of_arms(both(512, 1, [0.02] * 3, 1.0))
     assert useless.status == "unverified" and "no draft was accepted" in useless.text
+    open_one = check_of_arms(both(512, 1, [0.02] * 3, 2.0))
+    assert open_one.status == "unverified" and "more --rounds" in open_one.text
 
 
 @pytest.mark.parametrize(
@@ -251,6 +261,31 @@ def test_a_cell_of_rounds() -> None:
     plain = cell_of_rounds(PLAIN, 7, 2, [[answer([1, 1, 1])]], 50.0, [0.1], None)
     assert plain.token_s == plain.step_s == pytest.approx([0.1])
     assert plain.tokens_per_step == 1 and plain.dollars_per_million is None
+
+
+def test_decoding_is_timed_apart_from_prompts() -> None:
+    """The rounds ask for prompts whose KV the first of them leaves; those without come last."""
+    asked = list[tuple[int, str | None]]()
+    numbers = count(1)
+
+    class Server:
+        num_requests = 0
+
+        def new_salt(self) -> str:
+            return f"salt {next(numbers)}"
+
+        def answer(self, prompt: list[int], most: int, *, salt: str | None = None) -> ServerAnswer:
+            asked.append((most, salt))
+            return answer([1] * most)
+
+    plan = ArmsPlan((), (1,), 5, 2, 3, None, 1.0, None)
+    nothing: Any = None
+    server: Any = Server()
+    arms = Arms(plan, nothing, nothing, print)
+    cell = arms._cell(server, Arm(PLAIN), 3, 1, [[1, 2, 3], [4, 5, 6]])
+    assert asked[:8] == [(5, None)] * 8 and len(cell.token_s) == 3
+    assert asked[8:] == [(1, "salt 1"), (1, "salt 2")]
+    assert cell.first_token_s == pytest.approx(0.1) and cell.token_s == pytest.approx([0.1] * 3)
 
 
 # Arms.

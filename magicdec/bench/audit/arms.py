@@ -17,6 +17,7 @@ from magicdec.bench.audit.pays import (
     PAYS,
     PLAIN,
     REJECTED,
+    UNDECIDED,
     ArmCell,
     compared,
     sentences,
@@ -215,8 +216,8 @@ def cell_of_rounds(
 
 
 def check_of_arms(cells: Sequence[ArmCell]) -> AuditCheck:
-    """What all arms together say; not judged if it is not known how many steps drafts took, or if
-    nothing was drafted."""
+    """What all arms together say; not judged if it is not known how many steps drafts took, if no
+    draft was accepted, or if nothing is decided."""
     both = compared(cells)
     text = "; ".join(sentences(both))
     drafts = [cell.cells[DRAFTS] for cell in both]
@@ -236,6 +237,9 @@ def check_of_arms(cells: Sequence[ArmCell]) -> AuditCheck:
     elif all(cell.tokens_per_step == 1 for cell in drafts):
         status = Status.UNVERIFIED
         text += "; no draft was accepted"
+    elif all(cell.verdict == UNDECIDED for cell in both):
+        status = Status.UNVERIFIED
+        text += "; more --rounds or a quieter machine may decide it"
     return AuditCheck(
         name=PAYS,
         status=status,

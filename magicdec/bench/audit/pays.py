@@ -179,6 +179,8 @@ def sentence(concurrency: int, verdicts: Mapping[int, str]) -> str:
     """From which context on drafts pay, by the verdict of each context."""
     contexts = sorted(verdicts)
     paying = [context for context in contexts if verdicts[context] == PAYS]
+    if {*verdicts.values()} == {UNDECIDED}:
+        return f"undecided at concurrency {concurrency}"
     if not paying:
         text = "pays nowhere"
     elif paying == contexts[-len(paying) :]:
