@@ -403,13 +403,20 @@ def record_of(
     config = {key: masked_value(value) for key, value in flags.items()}
     servers = [] if audit is None else [audit.server, audit.plain]
     asked = sum(server.num_requests for server in servers if server is not None)
-    models = [found.model for found in (servers[0] if servers else None, arms) if found is not None]
+    models = list[str | None]()
+    programs = list[str | None]()
+    if audit is not None:
+        models.append(audit.server.model)
+        programs.append(audit.reporting_program)
+    if arms is not None:
+        models.append(arms.model)
+        programs.append(arms.program)
     noise = None if audit is None else audit.noise
     return AuditRecord(
         status=worst([check.status for check in checks]),
         config=config,
         environment=environment,
-        program=None if audit is None else audit.reporting_program,
+        program=next(filter(None, programs), None),
         server=None if args.endpoint is None else masked(args.endpoint),
         model=next(filter(None, models), None),
         checks=checks,

@@ -366,21 +366,21 @@ Starting = Callable[..., str]
 
 @pytest.fixture
 def serving(tmp_path: Path) -> Iterator[Starting]:
-    """Commands that serve with these settings; each notes its process, and none may be left."""
+    """Commands that serve with these settings, in a child, as launchers of servers do; each notes
+    its process, and none may be left."""
     pids = tmp_path / "pids"
     pids.mkdir()
 
-    def words(**settings: Any) -> str:
+    def command(**settings: Any) -> str:
         script = (
             "import os, pathlib, runpy, sys; pathlib.Path(sys.argv.pop(1), str(os.getpid()))"
             ".touch(); sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
         )
-        server = str(speculating_server.__file__)
-        return f"{shlex.join([sys.executable, '-c', script, str(pids), server])} {{port}} " + (
-            shlex.quote(json.dumps(settings))
-        )
+        launcher = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
+        words = [sys.executable, "-c", launcher, sys.executable, "-c", script, str(pids)]
+        return shlex.join([*words, speculating_server.__file__, "{port}", json.dumps(settings)])
 
-    yield words
+    yield command
     left = [path.name for path in pids.iterdir() if Path("/proc", path.name).exists()]
     assert not left
 
@@ -416,7 +416,7 @@ def test_arms_that_commands_start(audit: Auditing, serving: Starting, tmp_path: 
     arms = ["plain", "drafts", "idle", "plain"]
     places = [(arm, context, 3) for arm in arms for context in (16, 32)]
     assert [(cell.arm, cell.context, cell.concurrency) for cell in records[0].arms] == places
-    assert records[0].model == "toy" and records[0].server is None
+    assert (records[0].model, records[0].server, records[0].program) == ("toy", None, "vllm")
     drafts = records[0].arms[3]
     assert 2 < (drafts.tokens_per_step or 0) < 5 and drafts.draft_length == 4
     assert all(cell.tokens_per_step == 1 for cell in records[0].arms if cell.arm != "drafts")
@@ -531,14 +531,17 @@ def test_a_signal_ends_the_server(
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
     assert process.stderr is not None
-    for line in process.stderr:
-        if "2 at once" in line:
-            break
-    time.sleep(0.5)  # until both are asked
-    process.send_signal(number)
-    assert process.wait(30) == 128 + number
-    assert "interrupted" in process.stderr.read()
-    process.stderr.close()
+    try:
+        for line in process.stderr:
+            if "2 at once" in line:
+                break
+        time.sleep(0.5)  # until both are asked
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+        assert "interrupted" in process.stderr.read()
+    finally:
+        process.kill()
+        process.stderr.close()
 
 
 def test_ctrl_c_starts_no_further_jobs() -> None:

@@ -70,6 +70,7 @@ class Arms:
     cells: list[ArmCell] = field(default_factory=list)
     num_requests: int = 0
     model: str | None = None
+    program: str | None = None  # in whose form a server reports drafts
     prompts: Prompts = field(default_factory=dict)
 
     def run(self) -> AuditCheck:
@@ -116,6 +117,8 @@ class Arms:
             rounds.append(together(jobs, concurrency))
             seconds.append(time.monotonic() - started_s)
             check_arm(arm, rounds[-1])
+            programs = [answer.program for answer in rounds[-1]]
+            self.program = self.program or next(filter(None, programs), None)
         fresh = [partial(server.answer, prompt, 1, salt=server.new_salt()) for prompt in prompts]
         waits = [answer.parts[0][0] for answer in together(fresh, concurrency)]
         rate = len(jobs) * self.plan.rounds * self.plan.gen_len / sum(seconds[1:])

@@ -229,10 +229,9 @@ def tables(records: Sequence[AuditRecord]) -> list[Table]:
 def _verdicts(record: AuditRecord) -> Table:
     status = Status(record.status)
     program = record.program or "program unknown"
+    where = f" at {record.server}" if record.server else ""
     above = [
-        Line(
-            f"{record.model} at {record.server} ({program})" if record.server else str(record.model)
-        ),
+        Line(f"{record.model or 'no model'}{where} ({program})"),
         Line(IN_WORDS[status], STYLES[status]),
     ]
     rows = [(check.name, IN_WORDS[Status(check.status)], check.text) for check in record.checks]
