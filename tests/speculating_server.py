@@ -29,6 +29,10 @@ SCALE = 2.2  # of the logits
 RIGHT = 0.8  # share of places at which the draft model has the target's likeliest token
 NOISE = 0.004  # of what it says of a place when others are served too
 POLL_S = 0.01
+PATIENCE_S = 30.0
+MEETING_S = 0.5
+MANY_BYTES = 8192  # that a client does not read before it is given them
+CANCELLATION = "draft state lost at a cancellation"
 Logits = np.ndarray[Any, np.dtype[np.float64]]
 
 GREEDY_FAULTS = (
@@ -52,7 +56,7 @@ COUNTER_FAULTS = (
 )
 STATE_FAULTS = (
     "draft state lost at a hit",
-    "draft state lost at a cancellation",
+    CANCELLATION,
     "draft decays",
     "more drafts than the head was trained for",
 )
@@ -133,6 +137,8 @@ class SpeculatingServer:
         random = np.random.default_rng([asked.seed, 3, *asked.prompt[-ORDER:]])
         is_hit = asked.is_cached and tuple(asked.prompt) in self.known
         self.known.add(tuple(asked.prompt))
+        is_mixed = self.fault == "mixed rows" and asked.is_cached and asked.max_tokens > 1
+        is_mixed = is_mixed and self.meets_others()
         cache = list(asked.prompt)
         first = self.choose(self.logits(cache, len(cache)), asked, random)
         output = [first]
@@ -151,7 +157,7 @@ class SpeculatingServer:
                 self.logits([*cache, *draft[:n]], len(cache) + n + shift)
                 for n in range(len(draft) + 1)
             ]
-            if self.fault == "mixed rows" and self.num_open > 1 and len(output) % 7 == 3:
+            if is_mixed and len(output) % 7 == 3:
                 logits = logits[::-1]
             count, token = self.judge(draft, logits, asked, random)
             if self.fault == "position off by one" and 0 < count < len(draft):
@@ -164,6 +170,13 @@ class SpeculatingServer:
             output += new
             yield Step(new, len(draft), count)
 
+    def meets_others(self) -> bool:
+        """Whether another request is open, or is soon."""
+        end_s = time.monotonic() + MEETING_S
+        while self.num_open < 2 and time.monotonic() < end_s:
+            time.sleep(POLL_S)
+        return self.num_open > 1
+
     def choose(self, logits: Logits, asked: Asked, random: np.random.Generator) -> int:
         if asked.temperature == 0:
             return int(np.argmax(logits))
@@ -172,7 +185,7 @@ class SpeculatingServer:
     def draft(self, cache: Sequence[int], is_hit: bool) -> list[int]:
         found = list[int]()
         is_lost = self.fault == "draft state lost at a hit" and is_hit
-        is_lost |= self.fault == "draft state lost at a cancellation" and self.was_cancelled
+        is_lost |= self.fault == CANCELLATION and self.was_cancelled
         chance = RIGHT
         if self.fault == "draft decays":
             chance *= 0.98**self.num_served
@@ -332,9 +345,21 @@ class SpeculatingHandler(BaseHTTPRequestHandler):
         self.end_headers()
         for event in events:
             text = event if isinstance(event, str) else json.dumps(event)
+            if self.ours.fault == CANCELLATION:
+                self.wfile.write(f": {'x' * MANY_BYTES}\n\n".encode())
             self.wfile.write(f"data: {text}\n\n".encode())
             self.wfile.flush()
+        if self.ours.fault == CANCELLATION:
+            self.await_close()
         self.close_connection = True
+
+    def await_close(self) -> None:
+        """Until the client closes. One that has not read all resets the connection."""
+        self.connection.settimeout(PATIENCE_S)
+        try:
+            self.connection.recv(1)
+        except ConnectionResetError:
+            self.ours.was_cancelled = True
 
     def steps_of(self, asked: Asked, taken: list[Step]) -> Iterator[tuple[Step, list[Logits]]]:
         """The steps of an answer, each with the log-probabilities of its tokens."""

@@ -28,9 +28,10 @@ from magicdec.bench.audit.record import (
     worst,
 )
 from magicdec.bench.audit.starting import Arm, parse_arms
+from magicdec.cli.compare import RuleSection
 from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.parser import ConfigFile, ParsedValues
-from magicdec.cli.parsing.record_files import given_flags
+from magicdec.cli.parsing.record_files import BaselineFileSection, given_flags
 from magicdec.config.masking import masked
 from magicdec.config.sections import OutputSection, SamplingSection, WorkloadSection
 from magicdec.config.setting import same, setting
@@ -41,6 +42,7 @@ from magicdec.output.writing import check_files, check_record_file, to_json, wri
 from magicdec.records.comparison.compare import exit_code, junit
 from magicdec.records.reading import read_records
 from magicdec.records.record import Status, append_records
+from magicdec.systems.options import ServeOptions
 from magicdec.systems.servers.declaration import ServersSettings, check_credentials, parse_url
 from magicdec.systems.servers.http_client import read_key
 
@@ -67,13 +69,7 @@ EXIT_CODES = (
 
 @dataclass(frozen=True)
 class AuditFlags:
-    endpoint: str | None = setting(
-        None,
-        "The server to audit, by its OpenAI-compatible interface, such as "
-        "http://127.0.0.1:8000/v1.",
-        metavar="URL",
-        parse=parse_url,
-    )
+    endpoint: str | None = same(ServersSettings, "endpoint", parse=parse_url)
     plain: str | None = setting(
         None,
         "A server of the same model without drafts, which then judges. It is asked by the same "
@@ -83,34 +79,23 @@ class AuditFlags:
     )
     endpoint_model: str | None = same(ServersSettings, "endpoint_model")
     endpoint_api: str = same(ServersSettings, "endpoint_api", OPENAI_API, can_repeat=False)
-    endpoint_metrics: str | None = setting(
-        None,
-        "Where the server shows its Prometheus counters, such as http://127.0.0.1:8000/metrics, "
-        "which are compared with what it answers.",
-        metavar="URL",
-        parse=parse_url,
-    )
+    endpoint_metrics: str | None = same(ServersSettings, "endpoint_metrics", parse=parse_url)
     endpoint_timeout_s: float = same(ServersSettings, "endpoint_timeout_s")
     endpoint_total_s: float = same(ServersSettings, "endpoint_total_s")
     endpoint_key_env: str | None = same(ServersSettings, "endpoint_key_env")
     dataset: str = same(WorkloadSection, "dataset")
     prefix_len: tuple[int, ...] = same(WorkloadSection, "prefix_len", (512, 2048), is_set=True)
     gen_len: int = same(WorkloadSection, "gen_len", 64)
-    num_requests: int = setting(8, "Prompts at each context.", least=1)
-    concurrency: tuple[int, ...] = setting(
-        (1, 8), "Requests at once, one after the other.", least=1, is_set=True
-    )
+    num_requests: int = same(ServeOptions, "num_requests", 8)
+    concurrency: tuple[int, ...] = same(ServeOptions, "concurrency", (1, 8), is_set=True)
     checks: tuple[str, ...] | None = setting(
         None,
         "What is checked. Default: all that can be, which is pays with --arm, and the others with "
         "--endpoint.",
         choices=CHECKS,
     )
-    temperature: tuple[float, ...] = setting(
-        (1.0, 0.6),
-        "Temperatures at which tokens are sampled, at one place after the other.",
-        above=0,
-        is_set=True,
+    temperature: tuple[float, ...] = same(
+        SamplingSection, "temperature", (1.0, 0.6), least=None, above=0, is_set=True
     )
     top_k: int = same(SamplingSection, "top_k")
     top_p: float = same(SamplingSection, "top_p")
@@ -155,10 +140,8 @@ class AuditFlags:
         "vLLM (the key num_speculative_tokens_per_batch_size) and SGLang "
         "(--speculative-adaptive-config).",
     )
-    junit: Path | None = setting(None, "Write the verdicts as JUnit XML.")
-    baseline: Path | None = setting(
-        None, "A file with an earlier audit, whose last record this one is compared with."
-    )
+    junit: Path | None = same(RuleSection, "junit")
+    baseline: Path | None = same(BaselineFileSection, "baseline", is_default=True)
     out: Path = same(OutputSection, "results", Path(OutputSection.results))
 
 

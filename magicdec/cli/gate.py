@@ -34,6 +34,7 @@ from magicdec.cli.compare import EXIT_CODES, RuleSection, conclude
 from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.parser import ParsedValues
 from magicdec.cli.parsing.rank_checks import check_heads
+from magicdec.cli.parsing.record_files import COMMITTED, BaselineFileSection
 from magicdec.config.sections import OutputSection
 from magicdec.config.setting import same, setting
 from magicdec.hardware.other_load import warn_of_load
@@ -43,18 +44,11 @@ from magicdec.records.comparison.conditions import describe
 from magicdec.records.drafted import JudgedRecord
 from magicdec.records.record import append_records
 
-COMMITTED = Path("results/baselines/acceptance.jsonl")
 PACKAGED = Path(__file__).parents[1] / "bench" / "gate" / "baselines" / COMMITTED.name
 
 
 @dataclass(frozen=True)
-class BaselineSection:
-    baseline: Path = setting(
-        COMMITTED,
-        "The baseline file. Where there is no file of the default name, `gate` reads the packaged "
-        "one. Files of other kinds of CPU stand beside it: `FILE.amx.jsonl`, `.avx512_bf16` or "
-        "`.avx2`; the one of this CPU is compared with and renewed.",
-    )
+class BaselineSection(BaselineFileSection):
     processes: int = setting(
         2,
         "Processes that run cases side by side, and share the CPU cores; each holds a KV cache of "

@@ -300,7 +300,10 @@ class DecodingSection:
 @dataclass(frozen=True)
 class SamplingSection:
     temperature: float = setting(
-        0.0, "Divides the logits before sampling. 0 decodes greedily.", least=0
+        0.0,
+        "Divides the logits before sampling. 0 decodes greedily.",
+        least=0,
+        other_defaults="1 0.6 in audit, at one place after the other",
     )
     top_k: int = setting(0, "Sample from the k most likely tokens. 0 is off.", least=0)
     top_p: float = setting(
@@ -354,8 +357,8 @@ class WorkloadSection:
         "Prompt tokens of each sequence: a number or, where requests are served, uniform:LOW:HIGH.",
         metavar="LENGTH",
         least=1,
-        other_defaults="1024 4096 16384 in latency and plan, 1024 4096 in acceptance, 2048 in "
-        "advise; those of a trace",
+        other_defaults="1024 4096 16384 in latency and plan, 1024 4096 in acceptance, 512 2048 "
+        "in audit, 2048 in advise; those of a trace",
         synonyms=(
             "prompt_len",
             "input_len",

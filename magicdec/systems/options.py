@@ -64,7 +64,9 @@ class ServeOptions:
     the lengths."""
 
     num_requests: int | None = setting(
-        None, "Requests to serve. Default: 8, or all of a trace.", least=1
+        None,
+        "Requests to serve; in `audit` those at each context. Default: 8, or all of a trace.",
+        least=1,
     )
     prefix_len: str = same(WorkloadSection, "prefix_len", str(WorkloadSection.prefix_len))
     gen_len: str | None = same(WorkloadSection, "gen_len")

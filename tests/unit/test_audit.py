@@ -105,7 +105,10 @@ def test_a_sound_server_is_clean(audit: Auditing, api: str) -> None:
 
 
 # Which flags show a fault, and in which check it has which name.
-FLAGS = {"top-k after acceptance": ["--top_k", 3, "--total_variation", 0.12]}
+FLAGS = {
+    "top-k after acceptance": ["--top_k", 3, "--total_variation", 0.12],
+    "draft state lost at a cancellation": ["--concurrency", 1],
+}
 CHECK_OF = (
     dict.fromkeys(GREEDY_FAULTS, (GREEDY, "tokens"))
     | dict.fromkeys(SAMPLING_FAULTS, (SAMPLING, "distribution"))

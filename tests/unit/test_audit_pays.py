@@ -254,11 +254,16 @@ def test_the_length_of_drafts() -> None:
 
 def test_a_cell_of_rounds() -> None:
     rounds = [[answer([1, 3, 2]), answer([1, 5])], [answer([1, 3, 2], 0.2), answer([1, 5], 0.2)]]
-    cell = cell_of_rounds(DRAFTS, 7, 2, rounds, 50.0, [0.3, 0.1, 0.2], 1.8)
+    firsts = [answer([1], wait_s) for wait_s in (0.3, 0.1, 0.2)]
+    cell = cell_of_rounds(DRAFTS, 7, 2, rounds, firsts, 2.88)
     assert cell.token_s == pytest.approx([0.03, 0.06]) and cell.step_s == pytest.approx([0.1, 0.2])
     assert cell.tokens_per_step == pytest.approx(10 / 3) and cell.draft_length == 4
-    assert cell.first_token_s == 0.2 and cell.dollars_per_million == pytest.approx(10.0)
-    plain = cell_of_rounds(PLAIN, 7, 2, [[answer([1, 1, 1])]], 50.0, [0.1], None)
+    assert cell.output_tokens_per_s == pytest.approx(2 * 24 / (0.3 + 0.2 + 0.6 + 0.4))
+    assert cell.first_token_s == 0.2 and cell.dollars_per_million == pytest.approx(25.0)
+    whole = ServerAnswer((1, 2), [3] * 6)
+    again = cell_of_rounds(DRAFTS, 7, 2, [[*found, whole] for found in rounds], [whole], 2.88)
+    assert again == replace(cell, num_requests=3, first_token_s=None)
+    plain = cell_of_rounds(PLAIN, 7, 2, [[answer([1, 1, 1])]], firsts, None)
     assert plain.token_s == plain.step_s == pytest.approx([0.1])
     assert plain.tokens_per_step == 1 and plain.dollars_per_million is None
 

@@ -345,7 +345,7 @@ def test_a_conversation_goes_on_with_the_servers_own_answers(
     with pytest.raises(ValueError) as refused:
         run([*talk, "--modes", "endpoint"])
     assert str(refused.value).endswith(
-        "sends the text of an answer and no token ids, with which a conversation of --turns 2 "
+        "sends an answer without all of its token ids, with which a conversation of --turns 2 "
         "would go on; ask by an --endpoint_api that sends ids, or leave --turns out"
     )
 

@@ -2,6 +2,7 @@
 bound, choice and type refuses."""
 
 import re
+import typing
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
@@ -174,10 +175,13 @@ def check_refusals(declaration: Declared) -> None:
             declaration.read(True)
     if declaration.is_list and (declaration.setting.choices or declaration.setting.is_set):
         twice = [str(declaration.setting.choices[0] if declaration.setting.choices else 7)] * 2
+        is_number = float in typing.get_args(declaration.kind)
         if declaration.setting.can_repeat:
             assert declaration.read(twice) == tuple(twice)
             return
-        with pytest.raises(ValueError, match=f"{declaration.flag} names {twice[0]} twice"):
+        with pytest.raises(
+            ValueError, match=f"{declaration.flag} names {twice[0]}{'.0' * is_number} twice"
+        ):
             declaration.read(twice)
 
 

@@ -217,6 +217,16 @@ def test_times_of_a_stream_are_those_by_hand(name: str) -> None:
     assert found.mean_itl_ms == pytest.approx(1000.0 / len(gaps))
 
 
+def test_a_token_without_an_event_keeps_its_place() -> None:
+    """llama.cpp sends none for a token that ends inside a character, and says how many there
+    are."""
+    events = [(0.5, llama(1, [4])), (0.75, llama(3, [6])), (1.0, llama(3, [], end=True))]
+    request = streamed("llama.cpp", events)
+    assert request.output_ids == [4, UNKNOWN_ID, 6]
+    with pytest.raises(ValueError, match="has 13 tokens, not 1 to 6"):
+        streamed("llama.cpp", [(0.5, llama(10**9, [4])), (0.6, llama(10**9, [5] * 7))])
+
+
 def test_a_count_of_a_server_makes_no_tokens_without_end() -> None:
     with pytest.raises(ValueError, match=r"has \d+ tokens, not 1 to 6 as it was asked for"):
         streamed("openai", [(0.5, text("a") | used(10**12))])

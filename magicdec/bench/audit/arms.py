@@ -4,7 +4,6 @@ the time of decoding, apart from that of prompts, by context and by requests at 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -111,19 +110,15 @@ class Arms:
         not wait for prompts. Prompts without KV come last."""
         jobs = [partial(server.answer, prompt, self.plan.gen_len) for prompt in prompts]
         rounds = list[list[ServerAnswer]]()
-        seconds = list[float]()
         for _ in range(1 + self.plan.rounds):
-            started_s = time.monotonic()
             rounds.append(together(jobs, concurrency))
-            seconds.append(time.monotonic() - started_s)
             check_arm(arm, rounds[-1])
             programs = [answer.program for answer in rounds[-1]]
             self.program = self.program or next(filter(None, programs), None)
         fresh = [partial(server.answer, prompt, 1, salt=server.new_salt()) for prompt in prompts]
-        waits = [answer.parts[0][0] for answer in together(fresh, concurrency)]
-        rate = len(jobs) * self.plan.rounds * self.plan.gen_len / sum(seconds[1:])
+        firsts = together(fresh, concurrency)
         return cell_of_rounds(
-            arm.name, context, concurrency, rounds[1:], rate, waits, self.plan.price_per_hour
+            arm.name, context, concurrency, rounds[1:], firsts, self.plan.price_per_hour
         )
 
 
@@ -146,8 +141,8 @@ def check_arm(arm: Arm, answers: Sequence[ServerAnswer]) -> None:
 
 
 def decode_s(answer: ServerAnswer) -> float:
-    """The time of an answer from its first token to its last."""
-    return answer.parts[-1][0] - answer.parts[0][0]
+    """The time of an answer from its first token to its last; 0 of one that came in one piece."""
+    return answer.parts[-1][0] - answer.parts[0][0] if answer.parts else 0.0
 
 
 def num_steps_in(answers: Sequence[ServerAnswer]) -> int | None:
@@ -183,15 +178,19 @@ def cell_of_rounds(
     context: int,
     concurrency: int,
     rounds: Sequence[Sequence[ServerAnswer]],
-    rate: float,
-    waits: Sequence[float],
+    firsts: Sequence[ServerAnswer],
     price_per_hour: float | None,
 ) -> ArmCell:
-    """The cell of the counted rounds of the arm `name`. `rate`: output tokens a second; `waits`:
-    seconds to first tokens. All arms but `drafts` emit a token a step."""
+    """The cell of the counted rounds of the arm `name`, and of answers of one token, the `firsts`.
+    Answers that came in one piece are not timed. All arms but `drafts` emit a token a step."""
+    num_requests = len(rounds[0])
+    rounds = [[answer for answer in found if answer.parts] for found in rounds]
     answers = [answer for found in rounds for answer in found]
     seconds = [sum(map(decode_s, found)) for found in rounds]
     tokens = [sum(len(answer.output_ids) - 1 for answer in found) for found in rounds]
+    waits = [answer.parts[0][0] for answer in firsts if answer.parts]
+    whole_s = sum(answer.parts[-1][0] for answer in answers)
+    rate = concurrency * sum(len(answer.output_ids) for answer in answers) / whole_s
     steps: list[int] | None = tokens
     if name == DRAFTS:
         known = [num_steps_in(found) for found in rounds]
@@ -202,14 +201,14 @@ def cell_of_rounds(
         arm=name,
         context=context,
         concurrency=concurrency,
-        num_requests=len(rounds[0]),
+        num_requests=num_requests,
         token_s=[time_s / count for time_s, count in zip(seconds, tokens, strict=True)],
         step_s=None
         if steps is None
         else [time_s / count for time_s, count in zip(seconds, steps, strict=True)],
         tokens_per_step=None if steps is None else sum(tokens) / sum(steps),
         output_tokens_per_s=rate,
-        first_token_s=statistics.median(waits),
+        first_token_s=statistics.median(waits) if waits else None,
         num_cached=sum(cached) if len(cached) == len(answers) else None,
         draft_length=draft_length(answers) if name == DRAFTS else None,
         dollars_per_million=None

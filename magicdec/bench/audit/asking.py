@@ -42,7 +42,8 @@ T = TypeVar("T")
 @dataclass
 class ServerAnswer:
     """An answer to a prompt. `parts` are its events with tokens: seconds since it was asked for,
-    and the number of tokens. `cached`: tokens of the prompt of which the server had the KV."""
+    and the number of tokens; empty if it came in one piece. `cached`: tokens of the prompt of which
+    the server had the KV."""
 
     prompt_ids: tuple[int, ...]
     output_ids: list[int] = field(default_factory=list)
@@ -134,6 +135,26 @@ class AuditedServer:
                     found.parts.append((time.monotonic() - started_s, num_new))
                 if cancelled_after is not None and len(found.output_ids) >= cancelled_after:
                     return found
+        if len(found.output_ids) < max_tokens and c.api.whole is not None:
+            return self._whole_answer(prompt, c.api.whole(c.api.body(asked)), max_tokens, size)
+        if len(found.output_ids) != max_tokens:
+            raise ValueError(
+                f"{c.flag}: an answer has {len(found.output_ids)} token ids, not {max_tokens} as "
+                "it was asked for"
+            )
+        return found
+
+    def _whole_answer(
+        self, prompt: Sequence[int], body: dict[str, object], max_tokens: int, num_bytes: int
+    ) -> ServerAnswer:
+        """The answer in one piece, of which it is not known when its tokens came, because a stream
+        lacked ids."""
+        c = self.connection
+        found = ServerAnswer(tuple(prompt))
+        sent = c.post(c.root if c.api.is_at_root else c.server, c.api.path, body, num_bytes)
+        event = c.api.event(sent, 0)
+        self._observe(found, event)
+        self._take(found, event, max_tokens)
         if len(found.output_ids) != max_tokens:
             raise ValueError(
                 f"{c.flag}: an answer has {len(found.output_ids)} token ids, not {max_tokens} as "

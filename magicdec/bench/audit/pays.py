@@ -53,12 +53,15 @@ class ArmCell(RecordPart):
         null="if steps are not known",
     )
     output_tokens_per_s: float = recorded(
-        "tokens of all answers of the counted rounds, over the time of these rounds", "tokens/s"
+        "tokens of an answer over the time from its request to its last token, times the requests "
+        "at once, of all answers of the counted rounds",
+        "tokens/s",
     )
-    first_token_s: float = recorded(
+    first_token_s: float | None = recorded(
         "median time to the first token of a prompt of which the server has no KV, where it can be "
         "asked for that",
         "s",
+        null="if no answer shows it",
     )
     num_cached: int | None = recorded(
         "prompt tokens of the counted rounds of which the server had the KV",
@@ -281,7 +284,8 @@ def _arms(cells: Sequence[ArmCell]) -> Table:
     for cell in sorted(cells, key=lambda cell: (cell.context, cell.concurrency)):
         row: list[object] = [cell.arm, cell.context, cell.concurrency, cell.num_requests]
         row += [_ms(cell.token_s), f"{cell.output_tokens_per_s:.1f}"]
-        row += [f"{1e3 * cell.first_token_s:.1f}", cell.num_cached]
+        wait_s = cell.first_token_s
+        row += [None if wait_s is None else f"{1e3 * wait_s:.1f}", cell.num_cached]
         price = cell.dollars_per_million
         row += [None if price is None else f"{price:.3f}"] if has_price else []
         rows.append(row)

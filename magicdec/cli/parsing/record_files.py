@@ -30,6 +30,23 @@ class RecordFilesSection:
     )
 
 
+COMMITTED = Path("results/baselines/acceptance.jsonl")
+
+
+@dataclass(frozen=True)
+class BaselineFileSection:
+    """The file of earlier records that new ones are compared with."""
+
+    baseline: Path = setting(
+        COMMITTED,
+        "The baseline file; in `audit` with an earlier audit, of which the last counts. Where "
+        "there is no file of the default name, `gate` reads the packaged one. Files of other kinds "
+        "of CPU stand beside it: `FILE.amx.jsonl`, `.avx512_bf16` or `.avx2`; the one of this CPU "
+        "is compared with and renewed.",
+        other_defaults="none in audit",
+    )
+
+
 def read_every_kind(
     args: RecordFilesSection, kinds: Sequence[str] = tuple(RECORDS)
 ) -> Iterator[tuple[Path, Record]]:

@@ -63,10 +63,10 @@ def check_credentials(url: str, variable: str | None, option: str = "--endpoint"
 class ServersSettings(RowSettings, PrefixSettings):
     endpoint: tuple[str, ...] | None = setting(
         None,
-        "An OpenAI-compatible server, such as http://127.0.0.1:8000/v1, to which the mode endpoint "
-        "sends the same requests. With several, the later ones are endpoint2, endpoint3, ... in "
-        "tables and records, and each other flag of endpoints has one value for all or one for "
-        "each.",
+        "An OpenAI-compatible server, such as http://127.0.0.1:8000/v1: the one to audit, or to "
+        "which the mode endpoint sends the same requests. With several, the later ones are "
+        "endpoint2, endpoint3, ... in tables and records, and each other flag of endpoints has one "
+        "value for all or one for each.",
         metavar="URL",
         parse=parse_urls,
     )

@@ -78,8 +78,13 @@ def tokenize_body(model: str | None, text: str) -> dict[str, Any]:
 
 
 def as_openai(event: ServerEvent, num_before: int) -> ServerEvent:
-    """An event of `/completion`, whose `tokens` are new ones."""
-    choice = {"text": event.get("content"), "token_ids": event.get("tokens")}
+    """An event of `/completion`, whose `tokens` are new ones. A token that ends inside a character
+    has no event; how many tokens there are so far tells of it."""
+    tokens = event.get("tokens")
+    predicted = event.get("tokens_predicted")
+    choice = {"text": event.get("content"), "token_ids": tokens}
+    if isinstance(tokens, list) and isinstance(predicted, int):
+        choice["num_lost"] = max(0, predicted - num_before - len(tokens))
     timings = part_of(event, "timings") or {}
     usage = {"completion_tokens": event.get("tokens_predicted")}
     usage |= cached_tokens(timings.get("cache_n"))
@@ -92,6 +97,7 @@ COMPLETION = ServerApi(
     as_openai,
     scores_of,
     tokenize_body,
+    whole=lambda body: body | {"stream": False},
     is_at_root=True,
     is_last=lambda event: event.get("stop") is True,
 )

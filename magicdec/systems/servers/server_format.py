@@ -92,6 +92,8 @@ class ServerApi:
     how many token ids came before. `is_last` tells an event after which none comes; without it the
     stream ends with `[DONE]`.
 
+    `whole` makes the body of an answer that is not streamed, if a stream may lack ids that it has.
+
     `scores` are the log-probabilities in an event as it was sent; they and what `scoring` reads
     raise KeyError, TypeError, ValueError, IndexError or AttributeError for what has another form.
     `tokenize` asks `/tokenize` for the ids of a text, without special tokens."""
@@ -102,6 +104,7 @@ class ServerApi:
     scores: Callable[[ServerEvent], list[ScoredToken]]
     tokenize: Callable[[str | None, str], dict[str, Any]]
     scoring: TextScoring | None = None
+    whole: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     is_at_root: bool = False
     is_last: Callable[[ServerEvent], bool] = lambda event: False
 

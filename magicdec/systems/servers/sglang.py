@@ -65,6 +65,8 @@ def body_of(asked: AskedText) -> dict[str, Any]:
     if asked.sampling.seed is not None:
         sampling |= {"sampling_seed": asked.sampling.seed}
     body: dict[str, Any] = {"sampling_params": sampling, "stream": True}
+    if asked.salt is not None:
+        body |= {"extra_key": asked.salt}
     if asked.num_logprobs:
         body |= {"return_logprob": True, "top_logprobs_num": asked.num_logprobs}
     is_text = isinstance(asked.prompt, str)

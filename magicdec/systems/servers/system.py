@@ -207,6 +207,8 @@ class Servers(System):
                 is_text = bool(choice.get("text")) and not has_ids
                 tokens = ids or [UNKNOWN_ID] * (self._num_new(request, num_sent) if is_text else 0)
                 self._check_tokens(request, tokens, has_ids=bool(ids))
+                left = most - len(request.output_ids) - len(tokens)
+                tokens = [UNKNOWN_ID] * min(choice.get("num_lost", 0), max(0, left)) + tokens
                 if tokens:
                     limits.progress()
                 request.append(tokens, self.now())
@@ -218,7 +220,7 @@ class Servers(System):
             raise self._other_number(request, count)
         if request.turn is not None and UNKNOWN_ID in output:
             raise ValueError(
-                f"{self.connection.flag} sends the text of an answer and no token ids, with which "
+                f"{self.connection.flag} sends an answer without all of its token ids, with which "
                 f"a conversation of --turns {self.options.turns} would go on; ask by an "
                 "--endpoint_api that sends ids, or leave --turns out"
             )

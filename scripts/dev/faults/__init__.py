@@ -4,6 +4,7 @@ and its test."""
 from __future__ import annotations
 
 from faults import (
+    audit,
     choices,
     everywhere,
     figures,
@@ -33,6 +34,7 @@ PROPERTIES = (
     *records.PROPERTIES,
     *figures.PROPERTIES,
     *serving.PROPERTIES,
+    *audit.PROPERTIES,
     *rings.PROPERTIES,
     *speculation.PROPERTIES,
     *simulator.PROPERTIES,

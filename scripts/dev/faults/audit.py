@@ -1,0 +1,120 @@
+"""Of audits of other programs' servers."""
+
+from __future__ import annotations
+
+from faults.fault import Fault, Property
+
+AUDIT = "test_audit.py::"
+STATISTICS = "test_audit_statistics.py::"
+ROOM = "bench/audit/"
+
+PROPERTIES = (
+    Property(
+        "An audit finds and names the faults of a server.",
+        f"{AUDIT}test_a_planted_fault_is_found_and_named",
+        (
+            Fault(
+                "any margin is noise",
+                f"{ROOM}judging.py",
+                "return Noise(pairs, min(tolerance, MOST_NOISE), relative, contradictions)",
+                "return Noise(pairs, 100.0, relative, contradictions)",
+            ),
+            Fault(
+                "log-probabilities that contradict each other are noise",
+                f"{ROOM}judging.py",
+                "if pair.largest > MOST_NOISE:",
+                "if False:",
+            ),
+            Fault(
+                "the first token of a draw is tested",
+                f"{ROOM}sampling.py",
+                "for depth in range(2, 2 + NUM_DEPTHS):",
+                "for depth in range(1, 1):",
+            ),
+            Fault(
+                "counters are compared with themselves",
+                f"{ROOM}counting.py",
+                "if counted != sum(known):",
+                "if counted != counted:",
+            ),
+            Fault(
+                "no state loses acceptance",
+                f"{ROOM}states.py",
+                "if ends[1] >= 0 or warm > (1 - LEAST_LOSS) * cold:",
+                "if True:",
+            ),
+        ),
+    ),
+    Property(
+        "An audit of a sound server finds nothing.",
+        f"{AUDIT}test_a_sound_server_is_clean",
+        (
+            Fault(
+                "no draft may be accepted past the end",
+                f"{ROOM}counting.py",
+                "if verified + accepted > count + past:",
+                "if verified + accepted > count:",
+            ),
+        ),
+    ),
+    Property(
+        "A chi-squared test of draws has its level and its power.",
+        f"{STATISTICS}test_that_many_draws_find_that_distance",
+        (
+            Fault(
+                "half the draws",
+                f"{ROOM}statistics.py",
+                "return math.ceil(noncentrality / (4 * total_variation**2))",
+                "return math.ceil(noncentrality / (8 * total_variation**2))",
+            ),
+        ),
+    ),
+    Property(
+        "The noise of the probabilities is no fault of draws.",
+        f"{STATISTICS}test_an_error_of_the_probabilities_is_no_fault",
+        (
+            Fault(
+                "an exact reference",
+                f"{ROOM}statistics.py",
+                "chi_squared_tail(statistic, len(seen) - 1, total * error**2)",
+                "chi_squared_tail(statistic, len(seen) - 1, 0.0)",
+            ),
+        ),
+    ),
+    Property(
+        "The expected distribution of draws is that of temperature and top-k.",
+        f"{STATISTICS}test_the_expected_distribution_is_that_of_sampling",
+        (
+            Fault(
+                "temperature multiplies",
+                f"{ROOM}sampling.py",
+                "math.exp(value / sampling.temperature)",
+                "math.exp(value * sampling.temperature)",
+            ),
+        ),
+    ),
+    Property(
+        "The steps of an answer follow from its tokens and what was accepted.",
+        f"{STATISTICS}test_steps_follow_from_what_is_accepted",
+        (
+            Fault(
+                "the token of the prompt's forward is a step",
+                f"{ROOM}counting.py",
+                "count = len(answer.output_ids) - 1\n    if answer.counts is not None and",
+                "count = len(answer.output_ids)\n    if answer.counts is not None and",
+            ),
+        ),
+    ),
+    Property(
+        "A token that llama.cpp sends no event of keeps its place.",
+        "test_stream_times.py::test_a_token_without_an_event_keeps_its_place",
+        (
+            Fault(
+                "it is left out",
+                "systems/servers/llama_cpp.py",
+                'choice["num_lost"] = max(0, predicted - num_before - len(tokens))',
+                'choice["num_lost"] = 0',
+            ),
+        ),
+    ),
+)
