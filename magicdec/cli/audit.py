@@ -43,7 +43,12 @@ from magicdec.records.comparison.compare import exit_code, junit
 from magicdec.records.reading import read_records
 from magicdec.records.record import Status, append_records
 from magicdec.systems.options import ServeOptions
-from magicdec.systems.servers.declaration import ServersSettings, check_credentials, parse_url
+from magicdec.systems.servers.declaration import (
+    ENDPOINT,
+    ServersSettings,
+    check_credentials,
+    parse_url,
+)
 from magicdec.systems.servers.http_client import read_key
 
 if TYPE_CHECKING:
@@ -69,7 +74,7 @@ EXIT_CODES = (
 
 @dataclass(frozen=True)
 class AuditFlags:
-    endpoint: str | None = same(ServersSettings, "endpoint", parse=parse_url)
+    endpoint: str | None = same(ServersSettings, ENDPOINT, parse=parse_url)
     plain: str | None = setting(
         None,
         "A server of the same model without drafts, which then judges. It is asked by the same "
