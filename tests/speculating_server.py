@@ -1,6 +1,6 @@
 """A server on the loopback that decodes a made-up language model with speculation, written from the
 definitions, and answers as vLLM, SGLang or llama.cpp do; and faults that can be planted in it.
-Holds no tests itself.
+Holds no tests itself. As a program it serves on a port, with settings as JSON, until it is ended.
 
 The model's logits follow from the last three tokens of its cache and the position. Everything that
 a fault can break is there: a cache that is truncated after a rejection, positions, the rule by
@@ -10,6 +10,8 @@ which drafts are accepted, counts, and state that is kept between requests.
 from __future__ import annotations
 
 import json
+import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -90,6 +92,9 @@ class SpeculatingServer:
     speculates: bool = True
     lacks: tuple[str, ...] = ()
     sharpness: float = SCALE
+    step_s: float = 0.0  # that a decode step takes
+    draft_s: float = 0.0  # that it takes more with drafts
+    dies_after: int | None = None  # requests, of a program
     address: str = ""
     counts: Counter[str] = field(default_factory=Counter)
     positions: Counter[int] = field(default_factory=Counter)
@@ -141,6 +146,7 @@ class SpeculatingServer:
         shift = 0
         while len(output) < asked.max_tokens:
             cache.append(output[-1])
+            time.sleep(self.step_s + self.draft_s * self.speculates)
             if not self.speculates:
                 token = self.choose(self.logits(cache, len(cache)), asked, random)
                 output.append(token)
@@ -265,13 +271,13 @@ class SpeculatingServer:
 
     # Serving.
 
-    def start(self) -> None:
+    def start(self, port: int = 0) -> None:
         ours = self
 
         class Handler(SpeculatingHandler):
             server_of = ours
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.http.daemon_threads = True
         threading.Thread(target=self.http.serve_forever, args=(POLL_S,), daemon=True).start()
         self.address = f"http://127.0.0.1:{self.http.server_port}"
@@ -322,6 +328,9 @@ class SpeculatingHandler(BaseHTTPRequestHandler):
         with ours.lock:
             ours.num_open += 1
             ours.num_served += 1
+        if ours.num_served == ours.dies_after:
+            print("out of memory", flush=True)
+            os._exit(3)
         try:
             forms[self.path](body)
         except (BrokenPipeError, ConnectionResetError):
@@ -531,3 +540,8 @@ class SpeculatingHandler(BaseHTTPRequestHandler):
             timings |= {"draft_n": found["drafted"], "draft_n_accepted": found["accepted"]}
         last = {"content": "", "tokens": [], "stop": True, "tokens_predicted": count}
         yield last | {"timings": timings}
+
+
+if __name__ == "__main__":
+    SpeculatingServer(**json.loads(sys.argv[2])).start(int(sys.argv[1]))
+    threading.Event().wait()

@@ -958,6 +958,9 @@ def test_secrets_of_urls_are_masked() -> None:
         ("--endpoint=http://u:p@h/v1", "--endpoint=http://***@h/v1"),
         ("https://u:p@/?x@h/v1?key=1#s", "https://***@h/v1?***"),
         ("a mail@host and http://h/p?key=1 b", "a mail@host and http://h/p?*** b"),
+        ("serve m --api-key k --port 1", "serve m --api-key *** --port 1"),
+        ("serve --llm_api_key=k --hf-token t", "serve --llm_api_key=*** --hf-token ***"),
+        ("--max-num-batched-tokens 8 --key-bits 4", "--max-num-batched-tokens 8 --key-bits 4"),
     ):
         assert masked(text) == shown
 

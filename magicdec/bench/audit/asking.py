@@ -244,15 +244,18 @@ class AuditedServer:
 
 def together(jobs: Sequence[Callable[[], T]], concurrency: int) -> list[T]:
     """The results of jobs of which so many are under way at once. Raises the first error, after the
-    others that are under way have ended."""
+    others that are under way have ended; Ctrl-C at once, and starts no more of them."""
     if concurrency == 1:
         return [job() for job in jobs]
-    with ThreadPoolExecutor(concurrency) as pool:
+    pool = ThreadPoolExecutor(concurrency)
+    try:
         futures = [pool.submit(job) for job in jobs]
-        done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in waiting:
-            future.cancel()
-        for future in done:
-            if not future.cancelled():
-                future.result()
-        return [future.result() for future in futures]
+        wait(futures, return_when=FIRST_EXCEPTION)
+        pool.shutdown(cancel_futures=True)
+    except KeyboardInterrupt:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    for future in futures:
+        if not future.cancelled():
+            future.result()
+    return [future.result() for future in futures]

@@ -22,8 +22,9 @@ def num_steps_of(answer: ServerAnswer) -> int | None:
     it accepts; as seen, if the server reports no drafts. None if neither is known."""
     count = len(answer.output_ids) - 1
     if answer.counts is not None and answer.counts.accepted is not None:
-        # Drafts may be accepted past the end, with the last step.
-        return max(1, count - answer.counts.accepted) if count else 0
+        # Drafts may be accepted past the end, with the last step. Each verification is a step.
+        least = max(1, answer.counts.verifications or 0)
+        return max(least, count - answer.counts.accepted) if count else 0
     sizes = seen_steps(answer)
     return None if sizes is None else len(sizes)
 

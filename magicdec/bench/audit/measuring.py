@@ -114,6 +114,11 @@ class Audit:
         """All greedy answers so far."""
         return [*(answer for found in self.cold.values() for answer in found), *self.others]
 
+    @property
+    def reporting_program(self) -> str | None:
+        """The program in whose form the server reports drafts."""
+        return self.program or next((a.program for a in self.answers if a.program), None)
+
     def _states(self) -> States:
         return States(self.server, self.plan.gen_len)
 

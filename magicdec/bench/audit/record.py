@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from magicdec.bench.audit.pays import LOSES, PAYS, ArmCell, arm_tables, compared
 from magicdec.output.tables import Column, Line, Table
 from magicdec.records.comparison.compare import INCOMPARABLE, REGRESSION, SAME, Comparison
 from magicdec.records.fields import RecordPart, recorded
@@ -16,7 +17,7 @@ GREEDY = "greedy"
 SAMPLING = "sampling"
 COUNTERS = "counters"
 STATE = "state"
-CHECKS = (GREEDY, SAMPLING, COUNTERS, STATE)
+CHECKS = (GREEDY, SAMPLING, COUNTERS, STATE, PAYS)
 # From the best to the worst.
 STATUSES = (
     Status.VERIFIED,
@@ -145,8 +146,12 @@ class AuditRecord(MeasuredRecord):
     program: str | None = recorded(
         "the program in whose form the server reports drafts", null="if it reports none"
     )
-    server: str = recorded("its URL, without credentials")
-    model: str = recorded("the model as the server names it")
+    server: str | None = recorded(
+        "its URL, without credentials", null="if arms of it are compared and nothing else"
+    )
+    model: str | None = recorded(
+        "the model as the server names it", null="if no server has answered"
+    )
     checks: list[AuditCheck] = recorded("a verdict for each check")
     noise: list[NoisePair] = recorded("the noise of the server's own log-probabilities")
     tolerance: float | None = recorded(
@@ -157,6 +162,7 @@ class AuditRecord(MeasuredRecord):
     greedy: list[GreedyCell] = recorded("greedy answers by context and concurrency")
     sampled: list[SampledPlace] = recorded("places at which tokens were drawn")
     states: list[StateCell] = recorded("acceptance and tokens in states of the server")
+    arms: list[ArmCell] = recorded("times of the arms by context and concurrency")
     num_requests: int = recorded("requests that the audit sent")
     seconds: float = recorded("time of the audit", "s")
 
@@ -168,7 +174,7 @@ def worst(statuses: Sequence[str]) -> Status:
 def comparisons_of(record: AuditRecord, old: AuditRecord | None) -> list[Comparison]:
     """A comparison for each check: a fault is a regression, also one that an earlier audit had.
     What was judged then and is not now could not be compared; a loss of tokens a step beside the
-    same cell then is a regression."""
+    same cell then is a regression, and drafts that paid there and no longer do."""
     found = [_comparison(check) for check in record.checks]
     if old is None:
         return found
@@ -187,6 +193,15 @@ def comparisons_of(record: AuditRecord, old: AuditRecord | None) -> list[Compari
         is_lost = cell.tokens_per_step < (1 - MOST_LOSS) * then
         text = f"{cell.tokens_per_step:.2f} tokens a step, {then:.2f} in the baseline"
         name = f"tokens a step after {cell.context} tokens, {cell.concurrency} at once"
+        found.append(Comparison(name, REGRESSION if is_lost else SAME, text))
+    speedups = {(cell.context, cell.concurrency): cell for cell in compared(old.arms)}
+    for now_cell in compared(record.arms):
+        earlier = speedups.get((now_cell.context, now_cell.concurrency))
+        if earlier is None:
+            continue
+        is_lost = earlier.verdict == PAYS and now_cell.verdict == LOSES
+        text = f"{now_cell.speedup} times as fast as plain, {earlier.speedup} in the baseline"
+        name = f"drafts after {now_cell.context} tokens, {now_cell.concurrency} at once"
         found.append(Comparison(name, REGRESSION if is_lost else SAME, text))
     return found
 
@@ -207,14 +222,16 @@ def tables(records: Sequence[AuditRecord]) -> list[Table]:
     for record in records:
         found.append(_verdicts(record))
         found += [table for table in (_greedy(record), _sampled(record), _states(record)) if table]
+        found += arm_tables(record.arms)
     return found
 
 
 def _verdicts(record: AuditRecord) -> Table:
     status = Status(record.status)
     program = record.program or "program unknown"
+    where = f" at {record.server}" if record.server else ""
     above = [
-        Line(f"{record.model} at {record.server} ({program})"),
+        Line(f"{record.model or 'no model'}{where} ({program})"),
         Line(IN_WORDS[status], STYLES[status]),
     ]
     rows = [(check.name, IN_WORDS[Status(check.status)], check.text) for check in record.checks]

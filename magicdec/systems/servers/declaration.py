@@ -47,15 +47,15 @@ def parse_metrics_urls(words: str | Sequence[str]) -> list[str]:
     return [word if word == NO_URL else parse_url(word) for word in texts]
 
 
-def check_credentials(url: str, variable: str | None) -> None:
+def check_credentials(url: str, variable: str | None, option: str = "--endpoint") -> None:
     """Raises ValueError if the key is missing, or if the URL has credentials too."""
     if variable is None:
         return
     read_key(variable)
     if urlsplit(url).username is not None:
         raise ValueError(
-            f"--endpoint_key_env {variable}: --endpoint {masked(url)} has a user already; leave "
-            "one out"
+            f"--endpoint_key_env {variable}: {option} {masked(url)} has a user already; leave one "
+            "out"
         )
 
 

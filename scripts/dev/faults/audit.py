@@ -6,6 +6,7 @@ from faults.fault import Fault, Property
 
 AUDIT = "test_audit.py::"
 STATISTICS = "test_audit_statistics.py::"
+PAYS = "test_audit_pays.py::"
 ROOM = "bench/audit/"
 
 PROPERTIES = (
@@ -114,6 +115,54 @@ PROPERTIES = (
                 "systems/servers/llama_cpp.py",
                 'choice["num_lost"] = max(0, predicted - num_before - len(tokens))',
                 'choice["num_lost"] = 0',
+            ),
+        ),
+    ),
+    Property(
+        "Drafts pay where every round with them is faster than every round without.",
+        f"{PAYS}test_verdicts_of_cells",
+        (
+            Fault(
+                "one round decides",
+                f"{ROOM}pays.py",
+                "return cls(value, min(above) / max(below), max(above) / min(below))",
+                "return cls(value, value, value)",
+            ),
+        ),
+    ),
+    Property(
+        "Plain decoding that is measured again shows whether the machine has changed.",
+        f"{PAYS}test_plain_decoding_that_was_measured_twice_has_all_its_rounds",
+        (
+            Fault(
+                "the last measurement of an arm counts",
+                f"{ROOM}pays.py",
+                "first = arms.get(cell.arm)",
+                "first = None",
+            ),
+        ),
+    ),
+    Property(
+        "An arm that is not what its name says is named.",
+        f"{PAYS}test_an_arm_that_is_not_what_its_name_says",
+        (
+            Fault(
+                "any arm is what its name says",
+                f"{ROOM}arms.py",
+                "if arm.name in MEANINGS and is_other:",
+                "if False:",
+            ),
+        ),
+    ),
+    Property(
+        "Between two batch sizes that were measured, drafts are no longer than at both.",
+        f"{PAYS}test_ranges_start_at_1_and_have_no_gaps",
+        (
+            Fault(
+                "the larger length is for sizes between",
+                f"{ROOM}pays.py",
+                "min(lengths[before], lengths[size])",
+                "max(lengths[before], lengths[size])",
             ),
         ),
     ),
