@@ -7,7 +7,8 @@
         --drafts model --draft_model draft.gguf
 
 Prints one line when it answers, and serves until it gets SIGTERM or SIGINT, or its parent ends.
-Must not import torch, because it runs in llama.cpp's environment. `gguf_draft.py` makes a draft.
+Must not import torch, because it runs in llama.cpp's environment. `requantize_gguf.py` makes a
+draft model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Writes a worse copy of a GGUF file as its draft model: the matrices of its layers are rounded
-once more, to another type, or some layers are left out.
+"""Writes a copy of a GGUF file with its matrices in another type, or with fewer layers: a worse
+copy is a draft model, and one in float32 is a target whose log-probabilities hardly depend on which
+rows are computed together.
 
-    python scripts/dev/peers/gguf_draft.py model.gguf draft.gguf --type Q5_0
+    python scripts/dev/peers/requantize_gguf.py model.gguf draft.gguf --type Q5_0
+    python scripts/dev/peers/requantize_gguf.py model.gguf float32.gguf --type F32
 
 Needs numpy and the `gguf` package. Must not import torch.
 """
@@ -23,7 +25,7 @@ def layer_of(name: str) -> int | None:
     return int(name.split(".")[1]) if name.startswith("blk.") else None
 
 
-def write_draft(source: Path, out: Path, name_of_type: str, dropped: int) -> None:
+def write_copy(source: Path, out: Path, name_of_type: str, dropped: int) -> None:
     import gguf
 
     reader = gguf.GGUFReader(source)
@@ -46,7 +48,7 @@ def write_draft(source: Path, out: Path, name_of_type: str, dropped: int) -> Non
             name = name.replace(f"blk.{layer}.", f"blk.{kept.index(layer)}.", 1)
         data = tensor.data
         kind = tensor.tensor_type
-        if layer is not None and len(tensor.shape) == 2:
+        if len(tensor.shape) == 2:
             wide = gguf.quants.dequantize(data, kind)
             kind = gguf.GGMLQuantizationType[name_of_type]
             data = gguf.quants.quantize(wide, kind)
@@ -63,10 +65,10 @@ def main() -> None:
     )
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--type", default="Q5_0", help="Q4_0, Q5_0, Q5_1 or Q8_0 [Q5_0]")
+    parser.add_argument("--type", default="Q5_0", help="Q4_0, Q5_0, Q8_0, F16 or F32 [Q5_0]")
     parser.add_argument("--dropped", type=int, default=0, help="layers left out [0]")
     asked = parser.parse_args()
-    write_draft(asked.source, asked.out, asked.type, asked.dropped)
+    write_copy(asked.source, asked.out, asked.type, asked.dropped)
 
 
 if __name__ == "__main__":
