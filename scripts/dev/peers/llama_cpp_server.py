@@ -29,6 +29,7 @@ DRAFTS = {
     "lookup_mod": "NGRAM_MOD",
     "lookup_cache": "NGRAM_CACHE",
 }
+FLASH_ATTENTION = {"auto": "AUTO", "on": "ENABLED", "off": "DISABLED"}
 
 
 def parse() -> argparse.Namespace:
@@ -47,15 +48,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--synthetic_len",
         type=float,
-        help="tokens a step that are accepted whatever is drafted (1: none); the text is garbage",
+        help="tokens a step, drawn whatever is drafted; 1 rejects all, and leaves the text right",
     )
     parser.add_argument("--slots", type=int, default=1, help="requests at once [1]")
     parser.add_argument("--context", type=int, default=2048, help="tokens of each slot [2048]")
     parser.add_argument("--threads", type=int, default=2, help="[2]")
     parser.add_argument("--float32_cache", action="store_true", help="K and V as float32")
-    parser.add_argument(
-        "--flash_attention", choices=("auto", "on", "off"), default="auto", help="[auto]"
-    )
+    parser.add_argument("--flash_attention", choices=FLASH_ATTENTION, default="auto", help="[auto]")
     return parser.parse_args()
 
 
@@ -82,8 +81,7 @@ def parameters(asked: argparse.Namespace, llama: Any) -> Any:
     if asked.float32_cache:
         params.cache_type_k = llama.ggml_type.GGML_TYPE_F32
         params.cache_type_v = llama.ggml_type.GGML_TYPE_F32
-    flash = f"LLAMA_FLASH_ATTN_TYPE_{asked.flash_attention.replace('on', 'enabled')}".upper()
-    flash = flash.replace("_OFF", "_DISABLED")
+    flash = f"LLAMA_FLASH_ATTN_TYPE_{FLASH_ATTENTION[asked.flash_attention]}"
     params.flash_attn_type = getattr(llama.llama_flash_attn_type, flash)
     add_drafts(asked, params.speculative, llama)
     return params
@@ -135,7 +133,7 @@ def main() -> None:
     print(f"serving {asked.model} at {server.listening_address}", flush=True)
     while os.getppid() == parent and not ended.wait(POLL_S):
         pass
-    # The server's own end waits for its requests, which no one reads any more.
+    # Without the server's own end, which waits for requests that no one reads any more.
     os._exit(0)
 
 
