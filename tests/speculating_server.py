@@ -91,6 +91,7 @@ class SpeculatingServer:
     fault: str = ""
     speculates: bool = True
     lacks: tuple[str, ...] = ()
+    fails_after: int | None = None  # requests, after which it answers garbage with status 200
     sharpness: float = SCALE
     step_s: float = 0.0  # that a decode step takes
     draft_s: float = 0.0  # that it takes more with drafts
@@ -328,6 +329,9 @@ class SpeculatingHandler(BaseHTTPRequestHandler):
         with ours.lock:
             ours.num_open += 1
             ours.num_served += 1
+        if ours.fails_after is not None and ours.num_served > ours.fails_after:
+            self.send("garbage")
+            return
         if ours.num_served == ours.dies_after:
             print("out of memory", flush=True)
             os._exit(3)

@@ -195,6 +195,43 @@ def test_drafts_that_never_are_prove_nothing(audit: Auditing) -> None:
     assert "nothing was drafted" in found.record.checks[0].text
 
 
+def test_what_is_finished_is_kept_if_the_server_fails(audit: Auditing) -> None:
+    """It answers garbage with status 200."""
+    found = audit("--checks", GREEDY, STATE, fails_after=160)
+    assert found.ended.code == 3
+    assert found.status(GREEDY) == "verified" and found.status(STATE) == "failed"
+    assert "no JSON" in next(c.text for c in found.record.checks if c.name == STATE)
+    at_once = audit(fails_after=0)
+    assert at_once.ended.code == 2 and len(at_once.records) == 1
+    assert "no JSON" in at_once.ended.err.splitlines()[-1]
+
+
+def test_prompts_that_are_too_short_are_refused(audit: Auditing) -> None:
+    found = audit("--prefix_len", 1500)
+    assert found.ended.code == 2
+    assert "has 1 parts of --prefix_len 1500 tokens" in found.ended.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--top_p", 0.9], "--top_p 0.9 with --temperature 0.6"),
+        (["--top_k", 5, "--top_p", 0.9, "--temperature", 1], "give one of them"),
+        (["--top_k", 20], "--top_k 20"),
+        (["--endpoint_model", "other"], "--endpoint_model other is not served there"),
+        (["--plain", "nowhere"], "is no URL"),
+        (["--baseline", "none.jsonl"], "none.jsonl"),
+        (["--price_per_hour", 2], "there is no --arm"),
+    ],
+)
+def test_what_cannot_be_audited_is_refused_in_one_line(
+    audit: Auditing, flags: list[object], reason: str
+) -> None:
+    found = audit(*flags)
+    assert found.ended.code == 2 and reason in found.ended.err
+    assert len(found.ended.err.splitlines()) == 1
+
+
 def test_text_without_ids_is_refused(audit: Auditing) -> None:
     found = audit(lacks=("ids",))
     assert found.ended.code == 2 and "no token ids" in found.ended.err.splitlines()[-1]
