@@ -30,7 +30,7 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
 from magicdec.runner.request import Batch, Request
 from magicdec.runner.sampling.model_tokens import Proposal
-from magicdec.runner.sampling.verification import Judgement
+from magicdec.runner.sampling.verification import Judgement, Verdicts
 from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import keep_queries
@@ -284,18 +284,18 @@ def watch_steps(patch: pytest.MonkeyPatch, watch: Watch, source: ModelRunner) ->
             watch.of(request).append(WatchedDraft(text, chain, count, forwards, keys))
         return proposal
 
-    def verified(steps: DecodeSteps, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
+    def verified(steps: DecodeSteps, batch: Batch, proposal: Proposal | None) -> Verdicts:
         texts = [(request.cached_ids, request.last_token) for request in batch.requests]
-        lines = verify(steps, batch, proposal)
+        verdicts = verify(steps, batch, proposal)
         if proposal is None or watch.is_measuring:
-            return lines
+            return verdicts
         for place, request in enumerate(batch.requests):
             text, newest = texts[place]
             ids = proposal.ids[place].tolist()
             if proposal.counts is not None:
                 ids = ids[: proposal.counts[place]]
-            watch.of(request).append(Verified(text, (newest, *ids), lines[place][0]))
-        return lines
+            watch.of(request).append(Verified(text, (newest, *ids), verdicts.accepted[place]))
+        return verdicts
 
     def measured(strategy: Speculative, batch: Batch) -> list[float]:
         watch.is_measuring = True

@@ -127,8 +127,13 @@ class StateCell(RecordPart):
     cold_tokens_per_step: float | None = recorded(
         "without KV of the prompt", "tokens", null="if the server does not say it"
     )
+    difference: float | None = recorded(
+        "mean difference of the tokens a step of the pairs",
+        "tokens",
+        null="with fewer than 4 pairs; if the server does not say it",
+    )
     difference_interval: list[float] | None = recorded(
-        "95 % interval of the mean difference between the two",
+        "its 95 % interval over pairs",
         "tokens",
         null="with fewer than 4 pairs; if the server does not say it",
     )

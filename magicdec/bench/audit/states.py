@@ -115,6 +115,7 @@ class States:
 def cell_of(pairs: Pairs, num_wrong: int) -> StateCell:
     cached = [answer.cached for answer in pairs.answers]
     known = [amount for amount in cached if amount is not None]
+    found = difference_of([pairs])
     return StateCell(
         state=pairs.state,
         context=pairs.context,
@@ -122,15 +123,16 @@ def cell_of(pairs: Pairs, num_wrong: int) -> StateCell:
         num_requests=len(pairs.answers),
         tokens_per_step=tokens_per_step(pairs.answers),
         cold_tokens_per_step=tokens_per_step(pairs.cold),
-        difference_interval=interval_of_difference([pairs]),
+        difference=None if found is None else found[0],
+        difference_interval=None if found is None else found[1],
         num_cached=sum(known) if len(known) == len(cached) else None,
         num_different=len(pairs.others),
         num_wrong=num_wrong,
     )
 
 
-def interval_of_difference(groups: Sequence[Pairs]) -> list[float] | None:
-    """The 95 % interval of the mean difference of tokens a step, by Student's t over pairs."""
+def difference_of(groups: Sequence[Pairs]) -> tuple[float, list[float]] | None:
+    """The mean difference of tokens a step, and its 95 % interval by Student's t over pairs."""
     differences = list[float]()
     for pairs in groups:
         for answer, cold in zip(pairs.answers, pairs.cold, strict=True):
@@ -144,7 +146,7 @@ def interval_of_difference(groups: Sequence[Pairs]) -> list[float] | None:
     mean = statistics.fmean(differences)
     error = statistics.stdev(differences) / math.sqrt(len(differences))
     half = quantile(len(differences) - 1) * error
-    return [mean - half, mean + half]
+    return mean, [mean - half, mean + half]
 
 
 def losses_of(groups: Sequence[Pairs]) -> list[AuditFinding]:
@@ -168,9 +170,10 @@ def lost_acceptance(state: str, groups: Sequence[Pairs]) -> AuditFinding | None:
     """The finding that a state, in one or several groups of pairs, costs acceptance."""
     warm = tokens_per_step([answer for pairs in groups for answer in pairs.answers])
     cold = tokens_per_step([answer for pairs in groups for answer in pairs.cold])
-    ends = interval_of_difference(groups)
-    if warm is None or cold is None or ends is None:
+    found = difference_of(groups)
+    if warm is None or cold is None or found is None:
         return None
+    _, ends = found
     if ends[1] >= 0 or warm > (1 - LEAST_LOSS) * cold:
         return None
     text = (
