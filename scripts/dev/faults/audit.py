@@ -23,7 +23,7 @@ PROPERTIES = (
             Fault(
                 "log-probabilities that contradict each other are noise",
                 f"{ROOM}judging.py",
-                "if pair.largest > MOST_NOISE:",
+                "if pair.largest > CONTRADICTION:",
                 "if False:",
             ),
             Fault(
