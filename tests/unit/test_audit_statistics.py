@@ -13,6 +13,7 @@ from scipy.stats import chisquare
 from magicdec.bench.audit.asking import ServerAnswer
 from magicdec.bench.audit.counting import full_draft, num_steps_of, seen_steps, tokens_per_step
 from magicdec.bench.audit.judging import Noise, margin, spacing
+from magicdec.bench.audit.measuring import distinct_ties
 from magicdec.bench.audit.sampling import TAIL, compare_draws, expected_of
 from magicdec.bench.audit.statistics import (
     chi_squared_tail,
@@ -175,3 +176,12 @@ def test_margins_and_spacings() -> None:
     assert [margin(scored, token) for token in (1, 2, 9)] == [0.0, 0.5, 3.5]
     assert spacing([0.125, 0.375, 1.0]) == 0.125
     assert spacing([0.1234, 0.0377]) == 0.0
+
+
+def test_a_near_tie_of_answers_that_begin_alike_counts_once() -> None:
+    """Else an answer alone and the same one among others would be two pieces of evidence."""
+    near = ScoredToken(5, {5: -0.7, 6: -0.705})
+    far = ScoredToken(7, {7: -0.1, 8: -3.0})
+    scores = {0: near, 1: far}
+    places = {((1, 2), (6, 7)): scores, ((1, 2), (6, 8)): scores, ((1, 3), (5, 7)): scores}
+    assert distinct_ties(places, QUIET) == (2, 1)

@@ -43,6 +43,8 @@ from magicdec.systems.servers.server_format import AskedSampling
 
 Say = Callable[[str], None]
 FLIP_ALPHA = 1e-3  # chance of a false alarm about how often near ties are lost
+ScoresByAnswer = dict[tuple[tuple[int, ...], tuple[int, ...]], OutputScores]
+"""What is said of the output of an answer, by its prompt and output."""
 NUM_REPEATS = 6  # of a passage, in texts that drafts follow
 SHOWN = 3  # first differences that are named
 
@@ -160,7 +162,7 @@ class Audit:
             text = "; ".join(noise.contradictions)
             findings.append(AuditFinding(name="log-probabilities", text=text))
         wrong = list[WrongToken]()
-        places = dict[tuple[tuple[int, ...], tuple[int, ...]], OutputScores]()
+        places = ScoresByAnswer()
         for context, cold in self.cold.items():
             for concurrency in self.plan.concurrency:
                 answers = cold
@@ -175,15 +177,15 @@ class Audit:
                 for answer, here in zip(answers, found, strict=True):
                     places[answer.prompt_ids, tuple(answer.output_ids)] = here
         findings += finding_of(wrong, sum(c.num_requests for c in self.greedy), noise)
-        near = sum(cell.num_near for cell in self.greedy)
         flips = sum(cell.num_flips for cell in self.greedy)
-        if binomial_tail(flips, near, 0.5) < FLIP_ALPHA:
-            text = f"{flips} of {near} near ties went against the likeliest token; noise has half"
+        num_near, num_lost = distinct_ties(places, noise)
+        if binomial_tail(num_lost, num_near, 0.5) < FLIP_ALPHA:
+            text = f"{num_lost} of {num_near} near ties went against the likeliest token, not half"
             findings.append(AuditFinding(name="flips", text=text))
         tokens = sum(cell.num_tokens for cell in self.greedy)
-        text = f"{tokens} tokens of {sum(c.num_requests for c in self.greedy)} answers are judged"
-        text += f", {flips} lost to near ties" if flips else ""
-        text += " by the plain server" if judge.server is not self.server else " by itself"
+        text = f"{tokens} tokens of {sum(c.num_requests for c in self.greedy)} answers are judged "
+        text += "by the plain server" if judge.server is not self.server else "by the server itself"
+        text += f"; {flips} lost to near ties" if flips else ""
         if findings:
             status = Status.MISMATCH
         else:
@@ -217,9 +219,9 @@ class Audit:
         if not reporting and total is None:
             return AuditCheck(
                 name=COUNTERS,
-                status=Status.UNVERIFIED,
+                status=Status.MISMATCH if findings else Status.UNVERIFIED,
                 text="the server reports no drafts; give --endpoint_metrics for its counters",
-                findings=[],
+                findings=findings,
             )
         drafted = sum((answer.counts.drafted or 0) for answer in reporting if answer.counts)
         rate = tokens_per_step(alone)
@@ -378,6 +380,18 @@ def greedy_cell(
         tokens_per_step=tokens_per_step(answers),
     )
     return cell, wrong
+
+
+def distinct_ties(places: ScoresByAnswer, noise: Noise) -> tuple[int, int]:
+    """The near ties after distinct texts, and how many of them the likeliest token lost. Answers
+    that begin alike, as those to a prompt alone and among others, are no new evidence."""
+    lost = dict[tuple[tuple[int, ...], tuple[int, ...]], bool]()
+    for (prompt, output), scores in places.items():
+        for place, scored in scores.items():
+            if gap(scored) <= noise.tolerance:
+                text = prompt, output[: place + 1]
+                lost[text] = 0 < margin(scored, output[place]) <= noise.tolerance
+    return len(lost), sum(lost.values())
 
 
 def finding_of(wrong: Sequence[WrongToken], num_answers: int, noise: Noise) -> list[AuditFinding]:
