@@ -518,9 +518,19 @@ class SpeculatingHandler(BaseHTTPRequestHandler):
             body.get("n_probs", 0),
             body["cache_prompt"],
         )
-        self.stream(self.llama_cpp_events(asked))
+        events = list(self.llama_cpp_events(asked))
+        if not body["stream"]:
+            parts = events[:-1]
+            whole = {"tokens": [t for part in parts for t in part["tokens"]]}
+            key = "completion_probabilities"
+            whole[key] = [place for part in parts for place in part.get(key, ())]
+            self.send(events[-1] | whole)
+            return
+        if "events" in self.ours.lacks:  # of tokens that end inside a character
+            events = [event for event in events[:-1] if sum(event["tokens"]) % 7] + events[-1:]
+        self.stream(iter(events))
 
-    def llama_cpp_events(self, asked: Asked) -> Iterator[dict[str, Any] | str]:
+    def llama_cpp_events(self, asked: Asked) -> Iterator[dict[str, Any]]:
         """One event a token; log-probabilities only of tokens from a step without drafts."""
         taken = list[Step]()
         for step, logprobs in self.steps_of(asked, taken):

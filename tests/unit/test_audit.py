@@ -164,6 +164,13 @@ def test_a_server_that_scores_no_texts_is_judged_token_by_token(audit: Auditing)
     assert not any("whole text" in pair.ways for pair in found.record.noise)
 
 
+def test_tokens_without_an_event_are_judged(audit: Auditing) -> None:
+    """The answer is asked for in one piece, its log-probabilities too."""
+    words = ["--endpoint_api", "llama.cpp", "--no_metrics", "--checks", GREEDY]
+    found = audit(*words, lacks=("events",))
+    assert found.ended.code == 0 and found.record.greedy[0].num_tokens == 320
+
+
 def test_a_sample_of_tokens_says_what_could_hide(audit: Auditing) -> None:
     found = audit("--checks", GREEDY, "--judged", 10, lacks=("texts",))
     assert found.record.greedy[0].num_tokens == 80

@@ -136,7 +136,7 @@ class AuditedServer:
                 if cancelled_after is not None and len(found.output_ids) >= cancelled_after:
                     return found
         if len(found.output_ids) < max_tokens and c.api.whole is not None:
-            return self._whole_answer(prompt, c.api.whole(c.api.body(asked)), max_tokens, size)
+            found = self._whole_answer(asked, c.api.whole(c.api.body(asked)), size)
         if len(found.output_ids) != max_tokens:
             raise ValueError(
                 f"{c.flag}: an answer has {len(found.output_ids)} token ids, not {max_tokens} as "
@@ -145,21 +145,19 @@ class AuditedServer:
         return found
 
     def _whole_answer(
-        self, prompt: Sequence[int], body: dict[str, object], max_tokens: int, num_bytes: int
+        self, asked: AskedText, body: dict[str, object], num_bytes: int
     ) -> ServerAnswer:
         """The answer in one piece, of which it is not known when its tokens came, because a stream
         lacked ids."""
         c = self.connection
-        found = ServerAnswer(tuple(prompt))
+        assert not isinstance(asked.prompt, str), "prompts are token ids"
+        found = ServerAnswer(tuple(asked.prompt))
         sent = c.post(c.root if c.api.is_at_root else c.server, c.api.path, body, num_bytes)
         event = c.api.event(sent, 0)
         self._observe(found, event)
-        self._take(found, event, max_tokens)
-        if len(found.output_ids) != max_tokens:
-            raise ValueError(
-                f"{c.flag}: an answer has {len(found.output_ids)} token ids, not {max_tokens} as "
-                "it was asked for"
-            )
+        if asked.num_logprobs:
+            found.scores = self._read(partial(c.api.scores, sent))
+        self._take(found, event, asked.max_tokens)
         return found
 
     def _take(self, found: ServerAnswer, event: dict[str, object], most: int) -> int:

@@ -60,8 +60,9 @@ def body_of(asked: AskedText) -> dict[str, Any]:
 
 
 def scores_of(event: ServerEvent) -> list[ScoredToken]:
-    """`completion_probabilities` of new tokens; the last event repeats those of all."""
-    if event.get("stop") is True:
+    """`completion_probabilities` of new tokens. The last event of a stream, which has none,
+    repeats those of all."""
+    if not event.get("tokens"):
         return []
     return [
         ScoredToken(
