@@ -31,6 +31,10 @@ COMMAND = "scripts/gpu_suite.sh quick"
 WIDTH = 120
 
 
+Places = dict[tuple[int, int], dict[str, Any]]
+"""(context, rows) -> phase -> row of `magicdec latency`."""
+
+
 def read_parts(folder: Path) -> dict[str, dict[str, Any]]:
     """The files of the parts that are there. Raises ValueError if there are none, or if they are
     not of one GPU."""
@@ -47,47 +51,71 @@ def read_parts(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def section(folder: Path, parts: dict[str, dict[str, Any]]) -> str:
-    """The README's section: where it was measured, what failed, and forwards."""
+    """The README's section: where it was measured, what failed, and from where drafts pay."""
     made = next(iter(parts.values()))["made_with"]
     dates = sorted(date for part in parts.values() for date in part.get("dates", {}).values())
     failed = sum(len(part["failed"]) for part in parts.values())
     measured = sum(len(part["cells"]) for part in parts.values())
+    places = by_place(parts.get("llama31", {}).get("cells", {}))
+    grid = break_even_grid(places)
     words = [
         "With CUDA the same commands use the GPU: attention by Triton, steps as CUDA graphs.",
         f"Measured on {made['gpu']} (driver {made['driver']}, torch {made['torch']}) on "
         f"{dates[0] if dates else 'an unknown date'} by `{COMMAND}`: {measured} cells, of which "
-        f"{failed} failed.",
-        *sentences(parts.get("llama31", {}).get("cells", {}), copied_per_s(folder)),
-        "[More](results/gpu/README.md); [how](docs/gpu.md).",
+        f"{failed} failed ([more](results/gpu/README.md); [how](docs/gpu.md)).",
     ]
-    text = " ".join(words)
-    lines = textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(["## GPU", "", *lines]) + "\n"
+    if grid:
+        phases = next(phases for phases in places.values() if break_even(phases) is not None)
+        num_drafts = phases["verify"]["T"] - 1
+        budget = phases["draft"]["budget"]
+        words.append(
+            f"A step of {num_drafts} drafts emits {num_drafts + 1} tokens at most, and pays from "
+            "so many on with Llama-3.1-8B's shape (random weights, bfloat16, drafts of budget "
+            f"{budget}), by requests and cached tokens:"
+        )
+    lines = textwrap.wrap(" ".join(words), WIDTH, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(["## GPU", "", *lines, *grid]) + "\n"
 
 
-def sentences(cells: dict[str, Any], copied: float | None) -> list[str]:
-    """What forwards take at the smallest place and at the largest one."""
-    places = by_place(cells)
-    if not places:
+def break_even(phases: dict[str, Any]) -> float | None:
+    """The tokens that a step must emit to be as fast as decoding: a draft forward for each of its
+    draft tokens and a verification, in forwards that decode. None if one was not measured."""
+    if not phases.keys() >= {"decode", "verify", "draft"}:
+        return None
+    num_drafts = phases["verify"]["T"] - 1
+    step_ms = num_drafts * phases["draft"]["ms_median"] + phases["verify"]["ms_median"]
+    return step_ms / phases["decode"]["ms_median"]
+
+
+def break_even_grid(places: Places) -> list[str]:
+    """The break-even of all places as a table, contexts beside each other. A number of rows that
+    not every context has, because its cache does not fit, stands beside the value."""
+    known = {place: value for place in places if (value := break_even(places[place])) is not None}
+    rows: dict[int, list[int]] = defaultdict(list)  # context -> numbers of rows
+    for context, num_rows in sorted(known):
+        rows[context].append(num_rows)
+    if not known:
         return []
-    found = []
-    for context, rows in sorted({min(places), max(places)}):
-        phases = places[context, rows]
-        times = [f"{phase} {row['ms_median']:.2f} ms" for phase, row in phases.items()]
-        share = share_of(phases.get("decode"), copied)
-        times[0] += f" ({share} of a copy's bytes a second)" if share else ""
-        found.append(f"{rows} x {context} tokens: {', '.join(times)}.")
-    return [f"Forwards of Llama-3.1-8B's shape ({described(places)}), {found[0]}", *found[1:]]
+    contexts = sorted(rows)
+    lines = [
+        "",
+        f"| requests | {' | '.join(f'{context} tokens' for context in contexts)} |",
+        "|---|" + "--:|" * len(contexts),
+    ]
+    for line, num_rows in enumerate(max(rows.values(), key=len)):
+        cells = []
+        for context in contexts:
+            own = rows[context][line] if line < len(rows[context]) else None
+            value = "" if own is None else f"{known[context, own]:.2f}"
+            cells.append(value if own in (None, num_rows) else f"{value} ({own})")
+        lines.append(f"| {num_rows} | {' | '.join(cells)} |")
+    return lines
 
 
 def page(parts: dict[str, dict[str, Any]], copied: float | None) -> str:
     """The page of `results/gpu/`: a table of all forwards."""
     cells = parts.get("llama31", {}).get("cells", {})
     return "\n".join(["# Measured on a GPU", *table(cells, copied)])
-
-
-Places = dict[tuple[int, int], dict[str, Any]]
-"""(context, rows) -> phase -> row of `magicdec latency`."""
 
 
 def by_place(cells: dict[str, Any]) -> Places:
@@ -116,18 +144,20 @@ def share_of(decode: dict[str, Any] | None, copied: float | None) -> str:
 
 
 def table(cells: dict[str, Any], copied: float | None) -> list[str]:
-    """Milliseconds of the 8B model's forwards by place."""
+    """Milliseconds of the 8B model's forwards by place, and the tokens that a step must emit."""
     places = by_place(cells)
     if not places:
         return []
     lines = [
-        "| rows x tokens | decode, ms | of a copy | verify, ms | draft, ms |",
-        "|---|--:|--:|--:|--:|",
+        "| rows x tokens | decode, ms | of a copy | verify, ms | draft, ms | tokens that pay |",
+        "|---|--:|--:|--:|--:|--:|",
     ]
     for (context, rows), phases in sorted(places.items()):
         times = {name: f"{row['ms_median']:.2f}" for name, row in phases.items()}
         shown = [times.get("decode", ""), share_of(phases.get("decode"), copied)]
+        needed = break_even(phases)
         shown += [times.get("verify", ""), times.get("draft", "")]
+        shown.append("" if needed is None else f"{needed:.2f}")
         lines.append(f"| {rows} x {context} | {' | '.join(shown)} |")
     return ["", f"Llama-3.1-8B's shape ({described(places)}):", "", *lines, ""]
 

@@ -589,12 +589,17 @@ def test_acceptance_is_drawn_at_its_rate() -> None:
 def test_numbers_of_a_gpu_are_read_off_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The README's section has a line for each place of forwards, and where and when they were
+    """The README's section has the break-even of each place, and where and when it was
     measured."""
     made = {"device": "cuda", "gpu": "H100", "driver": "580.1", "torch": "2.11", "tiny": False}
     rows = [
         {"phase": "decode", "B": 8, "context": 4096, "T": 1, "bytes": 16e9, "ms_median": 10.0},
         {"phase": "verify", "B": 8, "context": 4096, "T": 5, "bytes": 16e9, "ms_median": 11.0},
+        {"phase": "draft", "B": 8, "context": 4096, "T": 1, "budget": 65, "ms_median": 4.0},
+        {"phase": "decode", "B": 2, "context": 8192, "T": 1, "bytes": 16e9, "ms_median": 5.0},
+        {"phase": "verify", "B": 2, "context": 8192, "T": 5, "bytes": 16e9, "ms_median": 6.0},
+        {"phase": "draft", "B": 2, "context": 8192, "T": 1, "budget": 65, "ms_median": 1.0},
+        {"phase": "decode", "B": 8, "context": 8192, "T": 1, "bytes": 16e9, "ms_median": 5.0},
     ]
     broken = {"copy_bandwidth": {"bytes_per_s": 3.2e12}}
     dates = {"copy_bandwidth": "2026-12-01"}
@@ -613,8 +618,10 @@ def test_numbers_of_a_gpu_are_read_off_its_files(
     text = capsys.readouterr().out
     words = " ".join(text.split())
     assert "Measured on H100 (driver 580.1, torch 2.11) on 2026-12-01" in words
-    assert "2 cells, of which 1 failed." in words and words.count("8 x 4096") == 1
-    assert "8 x 4096 tokens: decode 10.00 ms (50 % of a copy's bytes a second), verify" in words
+    assert "2 cells, of which 1 failed" in words
+    # (4 x 4 + 11) / 10 and (4 x 1 + 6) / 5; no draft was measured of 8 rows at 8192.
+    assert "| requests | 4096 tokens | 8192 tokens |" in text
+    assert "| 8 | 2.70 | 2.00 (2) |" in text
     assert "old" in readme.read_text() and not (tmp_path / "gpu").exists()
     assert gpu_results.main([str(tmp_path), "--write"]) == 0
     capsys.readouterr()
@@ -622,7 +629,8 @@ def test_numbers_of_a_gpu_are_read_off_its_files(
     names = {path.name for path in (tmp_path / "gpu").iterdir()}
     assert names == {"broken.json", "llama31.json", "README.md"}
     page = (tmp_path / "gpu" / "README.md").read_text()
-    assert "| 8 x 4096 | 10.00 | 50 % | 11.00 |  |" in page
+    assert "| 8 x 4096 | 10.00 | 50 % | 11.00 | 4.00 | 2.70 |" in page
+    assert "| 8 x 8192 | 5.00 | 100 % |  |  |  |" in page
     other = {"cells": {}, "failed": {}, "made_with": made | {"gpu": "H200"}}
     (tmp_path / "peers.json").write_text(json.dumps(other))
     assert gpu_results.main([str(tmp_path)]) == 2

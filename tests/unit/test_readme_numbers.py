@@ -121,14 +121,6 @@ def peers_text() -> str:
     return rounded_from(in_log("peers.md", "6 KV heads, 16,384 cached tokens"), words)
 
 
-def batching_text() -> str:
-    words = (
-        "There, 32 requests in flight took 4.4 s (2026-11-25, before a mend by which they wait "
-        "less), OpenVINO GenAI's batching 5.8 s."
-    )
-    return rounded_from(in_log("serving.md", "the 32 requests in a burst"), words)
-
-
 def contexts() -> str:
     heads = net("demo", ("eagle",), batch_size=4, prefix_len=16384)
     tokens = [
@@ -167,9 +159,8 @@ CLAIMS: dict[str, Callable[[], str]] = {
     "SmolLM2 with lookups": lambda: smollm2_row(LOOKUP | {"gamma": 2}, LOOKUP | {"gamma": 4}),
     "contexts": contexts,
     "the margin of the gate": lambda: f"a loss beyond {100 * DEFAULT_MARGIN:g} % of the rate",
-    "forwards on a GPU": gpu,
+    "break-even on a GPU": gpu,
     "other programs": peers_text,
-    "batching of other programs": batching_text,
 }
 # Settings, which the commands beside them have, and minutes of a machine that is named.
 SETTINGS = (
