@@ -139,10 +139,11 @@ def _loading_bytes(plan: ModelPlan) -> int:
     units = max(_share(plan, width) for width in model.mlp_widths)
     largest = max(vocab[1] - vocab[0], 2 * units) * model.hidden_size
     size = DTYPE_BYTES[plan.kinds.dtype]
+    part = min(READ_ELEMENTS, largest)
     if plan.kinds.weights in NARROW:
-        return largest + READ_ELEMENTS * (4 + 4 + 1)
-    copying = 0 if plan.copy_kinds is None else largest + READ_ELEMENTS * 16
-    return largest * size + max(READ_ELEMENTS * 4, copying)
+        return largest + part * (4 + 4 + 1)
+    copying = 0 if plan.copy_kinds is None else largest + part * 16
+    return largest * size + max(part * 4, copying)
 
 
 @dataclass(frozen=True)
