@@ -77,6 +77,14 @@ SERVER_APIS = {
     "sglang": "magicdec.systems.servers.sglang:GENERATE",
     "llama.cpp": "magicdec.systems.servers.llama_cpp:COMPLETION",
 }
+# What `magicdec audit` checks of a server, in this order, and what it measures of arms of one.
+AUDIT_CHECKS = {
+    "greedy": "magicdec.bench.audit.greedy:check",
+    "counters": "magicdec.bench.audit.counters:check",
+    "state": "magicdec.bench.audit.states:check",
+    "sampling": "magicdec.bench.audit.sampling:check",
+}
+PAYS_CHECK = "pays"
 # The kinds of records, which all commands append to one file, by their key `kind`.
 RECORDS = {
     "pass": "magicdec.records.pass_record:PassRecord",

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from magicdec.bench.audit.pays import PAYS, compared, schedule_of
+from magicdec.bench.audit.pays import compared, schedule_of
 from magicdec.bench.audit.record import (
     CHECKS,
     AuditCheck,
@@ -36,7 +36,7 @@ from magicdec.config.masking import masked
 from magicdec.config.sections import OutputSection, SamplingSection, WorkloadSection
 from magicdec.config.setting import same, setting
 from magicdec.distributed.groups import Launch
-from magicdec.names import OPENAI_API, SERVER_APIS, load_object
+from magicdec.names import OPENAI_API, PAYS_CHECK, SERVER_APIS, load_object
 from magicdec.output.tables import print_tables
 from magicdec.output.writing import check_files, check_record_file, to_json, write_text
 from magicdec.records.comparison.compare import exit_code, junit
@@ -170,7 +170,7 @@ def run(values: ParsedValues) -> int:
             audit.checks = checks
             audit.run()
         if arms is not None:
-            say(PAYS)
+            say(PAYS_CHECK)
             checks.append(arms.run())
         is_whole = True
     except KeyboardInterrupt:
@@ -197,7 +197,9 @@ def run(values: ParsedValues) -> int:
 def export(path: Path, record: AuditRecord) -> None:
     """Write the schedule of draft lengths, or say why there is none."""
     cells = compared(record.arms)
-    has_ended = any(check.name == PAYS and check.status != Status.FAILED for check in record.checks)
+    has_ended = any(
+        check.name == PAYS_CHECK and check.status != Status.FAILED for check in record.checks
+    )
     try:
         if not has_ended:
             raise ValueError("not all arms were measured")
@@ -215,7 +217,9 @@ def say(line: str) -> None:
 
 def checks_of(args: AuditFlags) -> tuple[str, ...]:
     """What is checked. Raises ValueError for what cannot be, and for servers that no check asks."""
-    can_be = [name for name in CHECKS if (args.arm if name == PAYS else args.endpoint) is not None]
+    can_be = [
+        name for name in CHECKS if (args.arm if name == PAYS_CHECK else args.endpoint) is not None
+    ]
     checks = args.checks or tuple(can_be)
     if not checks:
         raise ValueError(
@@ -224,18 +228,20 @@ def checks_of(args: AuditFlags) -> tuple[str, ...]:
         )
     for name in checks:
         if name not in can_be:
-            flag = "--arm plain=URL drafts=URL" if name == PAYS else "--endpoint URL"
+            flag = "--arm plain=URL drafts=URL" if name == PAYS_CHECK else "--endpoint URL"
             raise ValueError(f"--checks {name} needs {flag}")
-    if args.arm is not None and PAYS not in checks:
-        raise ValueError(f"--arm is for the check {PAYS}; add it to --checks, or leave --arm out")
+    if args.arm is not None and PAYS_CHECK not in checks:
+        raise ValueError(
+            f"--arm is for the check {PAYS_CHECK}; add it to --checks, or leave --arm out"
+        )
     others = {
         "--endpoint": args.endpoint,
         "--plain": args.plain,
         "--endpoint_metrics": args.endpoint_metrics,
     }
     for flag, value in others.items():
-        if checks == (PAYS,) and value is not None:
-            raise ValueError(f"{flag} is for other checks than {PAYS}; leave it out")
+        if checks == (PAYS_CHECK,) and value is not None:
+            raise ValueError(f"{flag} is for other checks than {PAYS_CHECK}; leave it out")
     return checks
 
 
@@ -243,10 +249,10 @@ def check(args: AuditFlags) -> None:
     """Raises ValueError, one line naming the flag, for what cannot be audited."""
     check_files({"--junit": args.junit, "--export_schedule": args.export_schedule})
     check_record_file("--out", args.out)
-    if PAYS in checks_of(args) and args.gen_len == 1:
+    if PAYS_CHECK in checks_of(args) and args.gen_len == 1:
         raise ValueError(
-            f"--gen_len 1 with --checks {PAYS}: decoding is timed from the first token on; give 2 "
-            "or more"
+            f"--gen_len 1 with --checks {PAYS_CHECK}: decoding is timed from the first token on; "
+            "give 2 or more"
         )
     for arm in map(Arm.of, args.arm or ()):
         arm.check()

@@ -21,9 +21,11 @@ from speculating_server import (
     SpeculatingServer,
 )
 
-from magicdec.bench.audit.record import COUNTERS, GREEDY, SAMPLING, STATE, AuditRecord
+from magicdec.bench.audit.record import AuditRecord
+from magicdec.names import AUDIT_CHECKS
 from magicdec.records.reading import read_records
 
+GREEDY, COUNTERS, STATE, SAMPLING = AUDIT_CHECKS
 SMALL = ["--prefix_len", 48, "--gen_len", 40, "--concurrency", 1, 4, "--total_variation", 0.25]
 
 

@@ -32,7 +32,7 @@ from magicdec.bench.audit.arms import (
     draft_length,
     num_steps_in,
 )
-from magicdec.bench.audit.asking import ServerAnswer, together
+from magicdec.bench.audit.asking import AuditedServer, ServerAnswer, together
 from magicdec.bench.audit.pays import (
     DRAFTS,
     IDLE,
@@ -275,6 +275,7 @@ def test_decoding_is_timed_apart_from_prompts() -> None:
 
     class Server:
         num_requests = 0
+        answers = AuditedServer.answers
 
         def new_salt(self) -> str:
             return f"salt {next(numbers)}"

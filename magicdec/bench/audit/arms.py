@@ -6,14 +6,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
-from magicdec.bench.audit.asking import AuditedServer, ServerAnswer, together
-from magicdec.bench.audit.counting import num_steps_of, seen_steps
+from magicdec.bench.audit.asking import AuditedServer, ServerAnswer
+from magicdec.bench.audit.counting import num_steps_of, seen_steps, sum_of
 from magicdec.bench.audit.pays import (
     DRAFTS,
     IDLE,
-    PAYS,
     PLAIN,
     REJECTED,
     UNDECIDED,
@@ -23,6 +21,7 @@ from magicdec.bench.audit.pays import (
 )
 from magicdec.bench.audit.record import AuditCheck
 from magicdec.bench.audit.starting import Arm, Connect, opened
+from magicdec.names import PAYS_CHECK
 from magicdec.records.acceptance import ReportedCounts
 from magicdec.records.record import Status
 
@@ -79,7 +78,7 @@ class Arms:
             for arm in (*self.plan.arms, *again):
                 self._measure(arm)
         except ValueError as error:
-            return AuditCheck(name=PAYS, status=Status.FAILED, text=str(error), findings=[])
+            return AuditCheck.of(PAYS_CHECK, [], str(error), Status.FAILED)
         return check_of_arms(self.cells)
 
     def _measure(self, arm: Arm) -> None:
@@ -108,15 +107,13 @@ class Arms:
     ) -> ArmCell:
         """The first round warms up and leaves the KV of prompts, so that answers of the others do
         not wait for prompts. Prompts without KV come last."""
-        jobs = [partial(server.answer, prompt, self.plan.gen_len) for prompt in prompts]
         rounds = list[list[ServerAnswer]]()
         for _ in range(1 + self.plan.rounds):
-            rounds.append(together(jobs, concurrency))
+            rounds.append(server.answers(prompts, self.plan.gen_len, concurrency))
             check_arm(arm, rounds[-1])
             programs = [answer.program for answer in rounds[-1]]
             self.program = self.program or next(filter(None, programs), None)
-        fresh = [partial(server.answer, prompt, 1, salt=server.new_salt()) for prompt in prompts]
-        firsts = together(fresh, concurrency)
+        firsts = server.answers(prompts, 1, concurrency, are_new=True)
         return cell_of_rounds(
             arm.name, context, concurrency, rounds[1:], firsts, self.plan.price_per_hour
         )
@@ -129,9 +126,8 @@ def check_arm(arm: Arm, answers: Sequence[ServerAnswer]) -> None:
         raise ValueError(
             f"{arm.option}: its answers come in one piece each, so that decoding cannot be timed"
         )
-    counts = [answer.counts for answer in answers if answer.counts is not None]
-    num_drafted = sum(here.drafted or 0 for here in counts)
-    num_accepted = sum(here.accepted or 0 for here in counts)
+    num_drafted = sum_of("drafted", answers) or 0
+    num_accepted = sum_of("accepted", answers) or 0
     is_other = num_accepted if arm.name == REJECTED else num_drafted or num_accepted
     if arm.name in MEANINGS and is_other:
         raise ValueError(
@@ -242,11 +238,5 @@ def check_of_arms(cells: Sequence[ArmCell]) -> AuditCheck:
     elif all(cell.verdict == UNDECIDED for cell in both):
         status = Status.UNVERIFIED
         text += "; more --rounds or a quieter machine may decide it"
-    return AuditCheck(
-        name=PAYS,
-        status=status,
-        text=text,
-        bound="a change of the machine that came and went between the first measurement of plain "
-        "and the second",
-        findings=[],
-    )
+    bound = "a change of the machine that came and went between the first measurement of plain and "
+    return AuditCheck.of(PAYS_CHECK, [], text, status, f"{bound}the second")

@@ -144,6 +144,21 @@ class AuditedServer:
             )
         return found
 
+    def answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        concurrency: int = 1,
+        *,
+        are_new: bool = False,
+    ) -> list[ServerAnswer]:
+        """The answers to prompts, so many of which are under way at once. If they `are_new`, the
+        server begins with no KV that it had of them."""
+        salts = [self.new_salt() if are_new else None for _ in prompts]
+        pairs = zip(prompts, salts, strict=True)
+        jobs = [partial(self.answer, prompt, max_tokens, salt=salt) for prompt, salt in pairs]
+        return together(jobs, concurrency)
+
     def _whole_answer(
         self, asked: AskedText, body: dict[str, object], num_bytes: int
     ) -> ServerAnswer:

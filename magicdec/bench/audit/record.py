@@ -8,16 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from magicdec.bench.audit.pays import LOSES, PAYS, ArmCell, arm_tables, compared
+from magicdec.names import AUDIT_CHECKS, PAYS_CHECK
 from magicdec.output.tables import Column, Line, Table
 from magicdec.records.comparison.compare import INCOMPARABLE, REGRESSION, SAME, Comparison
 from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.record import MeasuredRecord, Status
 
-GREEDY = "greedy"
-SAMPLING = "sampling"
-COUNTERS = "counters"
-STATE = "state"
-CHECKS = (GREEDY, SAMPLING, COUNTERS, STATE, PAYS)
+CHECKS = (*AUDIT_CHECKS, PAYS_CHECK)
 # From the best to the worst.
 STATUSES = (
     Status.VERIFIED,
@@ -62,6 +59,19 @@ class AuditCheck(RecordPart):
     text: str = recorded("what was judged and found, in a sentence")
     bound: str | None = recorded("which fault could hide", null="if nothing was judged")
     findings: list[AuditFinding] = recorded("the faults")
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        findings: list[AuditFinding],
+        text: str,
+        sound: Status = Status.VERIFIED,
+        bound: str | None = None,
+    ) -> AuditCheck:
+        """A check whose status without findings is `sound`."""
+        status = Status.MISMATCH if findings else sound
+        return cls(name=name, status=status, text=text, bound=bound, findings=findings)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,13 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from magicdec.bench.audit.asking import AuditedServer, ServerAnswer, together
-from magicdec.bench.audit.judging import Judge, Noise
-from magicdec.bench.audit.record import AuditFinding, SampledPlace
+from magicdec.bench.audit.counting import sum_of
+from magicdec.bench.audit.judging import Judge
+from magicdec.bench.audit.measuring import Audit
+from magicdec.bench.audit.noise import Noise
+from magicdec.bench.audit.record import AuditCheck, AuditFinding, SampledPlace
 from magicdec.bench.audit.statistics import compare_counts, num_draws, rejected
+from magicdec.records.record import Status
 from magicdec.systems.servers.server_format import AskedSampling, ScoredToken
 
 ALPHA = 1e-3  # of all tests together
@@ -52,6 +56,35 @@ class Expected:
     cells: dict[int, float]
     edge: frozenset[int] = frozenset()
     is_closed: bool = False
+
+
+def check(name: str, audit: Audit) -> AuditCheck:
+    judge, noise = audit.judged()
+    plan = audit.plan
+    shortest = min(audit.cold)
+    few = [answer for answer in audit.answers if len(answer.prompt_ids) <= 2 * shortest]
+    distinct = [*{(answer.prompt_ids, *answer.output_ids): answer for answer in few}.values()]
+    places = open_places(distinct, judge.judge(distinct), plan.num_places)
+    if not places:
+        text = "no place was found at which several tokens can follow a nearly certain one"
+        return AuditCheck.of(name, [], text, Status.UNVERIFIED)
+    needed = draws_needed(places, plan.total_variation)
+    audit.say(f"{sum(needed)} answers are drawn at {len(places)} places")
+    num_drafted: int | None = 0
+    for number, (place, count) in enumerate(zip(places, needed, strict=True)):
+        sampling = plan.samplings[number % len(plan.samplings)]
+        drawn = draw(audit.server, judge, place, count, sampling, audit.most_at_once, noise)
+        audit.sampled += drawn.tested
+        here = drawn.num_drafted
+        num_drafted = None if here is None or num_drafted is None else num_drafted + here
+    findings = faults_of(audit.sampled)
+    text = f"{sum(needed)} answers at {len(places)} places, {len(audit.sampled)} tests"
+    text += "" if num_drafted is None else f", {num_drafted} draft tokens judged"
+    if num_drafted == 0 and not findings:
+        text += ": without drafts they prove nothing"
+        return AuditCheck.of(name, [], text, Status.UNVERIFIED)
+    bound = f"a distance of less than {plan.total_variation:g} (total variation) at the first "
+    return AuditCheck.of(name, findings, text, bound=f"{bound}token that drafts can be")
 
 
 def open_places(
@@ -138,9 +171,7 @@ class DrawnPlace:
     @property
     def num_drafted(self) -> int | None:
         """Draft tokens that were judged in the draws; None if the server does not say it."""
-        known = [answer.counts.drafted for answer in self.answers if answer.counts is not None]
-        counts = [count for count in known if count is not None]
-        return sum(counts) if counts else None
+        return sum_of("drafted", self.answers)
 
 
 def draw(

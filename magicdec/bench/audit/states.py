@@ -6,13 +6,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from magicdec.bench.audit.asking import AuditedServer, ServerAnswer, together
+from magicdec.bench.audit.asking import ServerAnswer, together
 from magicdec.bench.audit.counting import num_steps_of, tokens_per_step
-from magicdec.bench.audit.record import AuditFinding, StateCell
+from magicdec.bench.audit.judging import WrongToken, finding_of, wrong_tokens
+from magicdec.bench.audit.measuring import Audit
+from magicdec.bench.audit.record import AuditCheck, AuditFinding, StateCell
 from magicdec.records.intervals import FEWEST_PROMPTS, quantile
+from magicdec.records.record import Status
 
 LEAST_LOSS = 0.1  # share of the tokens a step that a state may cost by chance
 NUM_TURNS = 5
@@ -45,71 +49,102 @@ class Pairs:
         return [answer for answer, cold in pairs if answer.output_ids != cold.output_ids]
 
 
-class States:
-    """Asks a server in its states. `cold` makes the answers to prompts without any KV of them, one
-    after the other."""
+def check(name: str, audit: Audit) -> AuditCheck:
+    groups = pairs_of_all_states(audit)
+    findings = list[AuditFinding]()
+    for pairs in groups:
+        wrong = wrong_of(audit, pairs)
+        audit.states.append(cell_of(pairs, len(wrong)))
+        if audit.noise is not None:
+            count = len(pairs.answers)
+            tolerance = audit.noise.tolerance
+            findings += finding_of(wrong, count, tolerance, f"tokens {pairs.state}")
+    findings += losses_of(groups)
+    answers = [answer for pairs in groups for answer in pairs.answers]
+    audit.others += answers
+    known = tokens_per_step(answers)
+    text = f"{len(answers)} answers in {len(groups)} states beside the same prompts without KV"
+    if known is None:
+        text += "; acceptance is not known"
+    is_judged = known is not None or audit.judge is not None
+    return AuditCheck.of(
+        name,
+        findings,
+        text,
+        Status.VERIFIED if is_judged else Status.UNVERIFIED,
+        "a loss of less than a tenth of the tokens a step" if known else None,
+    )
 
-    def __init__(self, server: AuditedServer, gen_len: int) -> None:
-        self.server = server
-        self.gen_len = gen_len
 
-    def cold(self, prompts: Sequence[Sequence[int]]) -> list[ServerAnswer]:
-        return [self._ask(prompt, salt=self.server.new_salt()) for prompt in prompts]
+def pairs_of_all_states(audit: Audit) -> list[Pairs]:
+    groups = list[Pairs]()
+    shortest = min(audit.cold)
+    for context, cold in audit.cold.items():
+        groups.append(after_hits(audit, cold, context))
+        if audit.most_at_once > 1:
+            groups.append(beside_others(audit, cold, context))
+    first = audit.cold[shortest]
+    groups.append(again(audit, first, shortest, LATER))
+    groups += conversations(audit, first, shortest)
+    groups.append(beside_cancelled(audit, first, shortest))
+    groups.append(again(audit, first, shortest, LAST))
+    return groups
 
-    def warm(self, prompts: Sequence[Sequence[int]], concurrency: int = 1) -> list[ServerAnswer]:
-        """The answers where the server may have KV of the prompts."""
-        return together([self._asking(prompt) for prompt in prompts], concurrency)
 
-    def _ask(self, prompt: Sequence[int], salt: str | None = None) -> ServerAnswer:
-        return self.server.answer(prompt, self.gen_len, salt=salt)
+def wrong_of(audit: Audit, pairs: Pairs) -> list[WrongToken]:
+    """The wrong tokens of answers that differ from those without KV."""
+    if audit.judge is None or audit.noise is None or not pairs.others:
+        return []
+    scores = audit.judge.judge(pairs.others)
+    tolerance = audit.noise.tolerance
+    return wrong_tokens(pairs.context, pairs.concurrency, pairs.others, scores, tolerance)
 
-    def _asking(self, prompt: Sequence[int]) -> Callable[[], ServerAnswer]:
-        return lambda: self._ask(prompt)
 
-    def after_hits(self, cold: Sequence[ServerAnswer], context: int) -> Pairs:
-        """Each prompt twice; the second answer counts."""
-        prompts = [answer.prompt_ids for answer in cold]
-        self.warm(prompts)
-        return Pairs(HIT, context, 1, self.warm(prompts), [*cold])
+def after_hits(audit: Audit, cold: Sequence[ServerAnswer], context: int) -> Pairs:
+    """Each prompt twice; the second answer counts."""
+    prompts = [answer.prompt_ids for answer in cold]
+    audit.ask(prompts)
+    return Pairs(HIT, context, 1, audit.ask(prompts), [*cold])
 
-    def again(self, cold: Sequence[ServerAnswer], context: int, state: str) -> Pairs:
-        """The prompts once more without any KV of them."""
-        prompts = [answer.prompt_ids for answer in cold]
-        return Pairs(state, context, 1, self.cold(prompts), [*cold])
 
-    def beside_others(self, cold: Sequence[ServerAnswer], context: int, concurrency: int) -> Pairs:
-        prompts = [answer.prompt_ids for answer in cold]
-        return Pairs(BESIDE, context, concurrency, self.warm(prompts, concurrency), [*cold])
+def again(audit: Audit, cold: Sequence[ServerAnswer], context: int, state: str) -> Pairs:
+    """The prompts once more without any KV of them."""
+    answers = audit.ask([answer.prompt_ids for answer in cold], are_new=True)
+    return Pairs(state, context, 1, answers, [*cold])
 
-    def beside_cancelled(self, cold: Sequence[ServerAnswer], context: int) -> Pairs:
-        """Each prompt beside the one before, whose connection is closed after a few tokens."""
-        found = list[ServerAnswer]()
-        for number, answer in enumerate(cold):
-            other = cold[number - 1].prompt_ids
 
-            def cancel(prompt: tuple[int, ...] = other) -> ServerAnswer:
-                after = CANCELLED_AFTER
-                return self.server.answer(prompt, self.gen_len, cancelled_after=after)
+def beside_others(audit: Audit, cold: Sequence[ServerAnswer], context: int) -> Pairs:
+    most = audit.most_at_once
+    answers = audit.ask([answer.prompt_ids for answer in cold], most)
+    return Pairs(BESIDE, context, most, answers, [*cold])
 
-            found.append(together([self._asking(answer.prompt_ids), cancel], 2)[0])
-        return Pairs(CANCELLED, context, 2, found, [*cold])
 
-    def conversations(self, cold: Sequence[ServerAnswer], context: int) -> list[Pairs]:
-        """By turn from the second on: prompts that go on from an answer, with new tokens from the
-        beginning of another prompt."""
-        talks = [*cold[:MOST_TALKS]]
-        found = list[Pairs]()
-        for turn in range(2, NUM_TURNS + 1):
-            prompts = []
-            for number, answer in enumerate(talks):
-                other = cold[(number + 1) % len(cold)].prompt_ids
-                first = NEW_TOKENS * (turn - 1)
-                prompts.append([*answer.text_ids, *other[first : first + NEW_TOKENS]])
-            warm = self.warm(prompts)
-            fresh = self.cold(prompts)
-            found.append(Pairs(f"{TURN_WORD}{turn}", context, 1, warm, fresh))
-            talks = warm
-        return found
+def beside_cancelled(audit: Audit, cold: Sequence[ServerAnswer], context: int) -> Pairs:
+    """Each prompt beside the one before, whose connection is closed after a few tokens."""
+    ask = partial(audit.server.answer, max_tokens=audit.plan.gen_len)
+    found = list[ServerAnswer]()
+    for number, answer in enumerate(cold):
+        other = cold[number - 1].prompt_ids
+        cancelled = partial(ask, other, cancelled_after=CANCELLED_AFTER)
+        found.append(together([partial(ask, answer.prompt_ids), cancelled], 2)[0])
+    return Pairs(CANCELLED, context, 2, found, [*cold])
+
+
+def conversations(audit: Audit, cold: Sequence[ServerAnswer], context: int) -> list[Pairs]:
+    """By turn from the second on: prompts that go on from an answer, with new tokens from the
+    beginning of another prompt."""
+    talks = [*cold[:MOST_TALKS]]
+    found = list[Pairs]()
+    for turn in range(2, NUM_TURNS + 1):
+        prompts = []
+        for number, answer in enumerate(talks):
+            other = cold[(number + 1) % len(cold)].prompt_ids
+            first = NEW_TOKENS * (turn - 1)
+            prompts.append([*answer.text_ids, *other[first : first + NEW_TOKENS]])
+        talks = audit.ask(prompts)
+        fresh = audit.ask(prompts, are_new=True)
+        found.append(Pairs(f"{TURN_WORD}{turn}", context, 1, talks, fresh))
+    return found
 
 
 def cell_of(pairs: Pairs, num_wrong: int) -> StateCell:

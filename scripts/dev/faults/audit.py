@@ -16,13 +16,13 @@ PROPERTIES = (
         (
             Fault(
                 "any margin is noise",
-                f"{ROOM}judging.py",
+                f"{ROOM}noise.py",
                 "return Noise(pairs, min(tolerance, MOST_NOISE), relative, contradictions)",
                 "return Noise(pairs, 100.0, relative, contradictions)",
             ),
             Fault(
                 "log-probabilities that contradict each other are noise",
-                f"{ROOM}judging.py",
+                f"{ROOM}noise.py",
                 "if pair.largest > CONTRADICTION:",
                 "if False:",
             ),
@@ -34,7 +34,7 @@ PROPERTIES = (
             ),
             Fault(
                 "counters are compared with themselves",
-                f"{ROOM}counting.py",
+                f"{ROOM}counters.py",
                 "if counted != sum(known):",
                 "if counted != counted:",
             ),
@@ -52,7 +52,7 @@ PROPERTIES = (
         (
             Fault(
                 "no draft may be accepted past the end",
-                f"{ROOM}counting.py",
+                f"{ROOM}counters.py",
                 "if verified + accepted > count + past:",
                 "if verified + accepted > count:",
             ),
