@@ -406,6 +406,27 @@ def audit(command: Command, book: Path, tmp_path: Path) -> Auditing:
     return run
 
 
+Running = Callable[..., list[str]]
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    """Starts servers, by arm the settings of each, and says them as arms."""
+    servers = list[SpeculatingServer]()
+
+    def start(settings: dict[str, dict[str, Any]]) -> list[str]:
+        servers.extend(SpeculatingServer(**words) for words in settings.values())
+        for server in servers:
+            server.start()
+        return [
+            f"{name}={server.address}/v1" for name, server in zip(settings, servers, strict=True)
+        ]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
 def test_arms_that_commands_start(audit: Auditing, serving: Starting, tmp_path: Path) -> None:
     """Their steps take equally long, so that drafts pay everywhere."""
     schedule = tmp_path / "schedule.json"
@@ -428,8 +449,9 @@ def test_arms_that_commands_start(audit: Auditing, serving: Starting, tmp_path: 
     assert all(cell.tokens_per_step == 1 for cell in records[0].arms if cell.arm != "drafts")
     assert all((cell.dollars_per_million or 0) > 0 for cell in records[0].arms)
     # In each cell 3 rounds, and once more for the first tokens alone. A round has as many prompts
-    # as requests at once.
-    assert records[0].num_requests == len(places) * 4 * 3
+    # as requests at once. By the model that they serve, arms are compared at 12 places of 3 texts,
+    # which the first one writes after it was asked for log-probabilities at all.
+    assert records[0].num_requests == len(places) * 4 * 3 + 3 * 12 * 3 + 3 + 1
     assert json.loads(schedule.read_text()) == {
         "context": 32,
         "num_speculative_tokens_per_batch_size": [[1, 3, 4]],
@@ -493,32 +515,47 @@ def test_a_server_that_dies(audit: Auditing, serving: Starting) -> None:
     ],
 )
 def test_an_arm_that_is_not_what_its_name_says(
-    audit: Auditing, arm: str, settings: dict[str, Any], reason: str
+    audit: Auditing, running: Running, arm: str, settings: dict[str, Any], reason: str
 ) -> None:
-    servers = {name: SpeculatingServer(speculates=name != PLAIN) for name in (PLAIN, DRAFTS)}
-    servers[arm] = SpeculatingServer(**settings)
-    arms = list[str]()
-    for name, server in servers.items():
-        server.start()
-        arms.append(f"{name}={server.address}/v1")
+    arms = running({PLAIN: {"speculates": False}, DRAFTS: {}} | {arm: settings})
     ended, records = audit("--arm", *arms)
     assert ended.code == 3 and reason in records[0].checks[0].text
-    for server in servers.values():
-        server.stop()
 
 
-def test_servers_that_run_already_beside_other_checks(audit: Auditing) -> None:
-    servers = [SpeculatingServer(speculates=name != PLAIN) for name in (PLAIN, DRAFTS)]
-    for server in servers:
-        server.start()
-    plain, drafts = (f"{server.address}/v1" for server in servers)
-    ended, records = audit("--endpoint", drafts, "--arm", f"plain={plain}", f"drafts={drafts}")
+def test_an_arm_with_another_model_is_named(audit: Auditing, running: Running) -> None:
+    other = {"speculates": False, "sharpness": 9.0}
+    arms = running({PLAIN: {"speculates": False}, DRAFTS: {}, IDLE: other})
+    ended, records = audit("--arm", *arms, "--concurrency", 1)
+    assert ended.code == 3, ended
+    address = arms[2].removeprefix("idle=")
+    assert (
+        records[0]
+        .checks[0]
+        .text.startswith(
+            f"--arm idle {address} serves another model than --arm plain: its log-probabilities of the "
+            "same places differ by "
+        )
+    )
+    assert {cell.arm for cell in records[0].arms} == {PLAIN, DRAFTS}
+
+
+def test_without_log_probabilities_the_model_is_not_known(
+    audit: Auditing, running: Running
+) -> None:
+    arms = running({PLAIN: {"speculates": False}, DRAFTS: {"lacks": ("scores",)}})
+    _, records = audit("--arm", *arms, "--concurrency", 1)
+    text = "; that all arms serve one model is not known: --arm drafts http://127.0.0.1:"
+    assert text in records[0].checks[0].text and len(records[0].arms) == 6
+
+
+def test_servers_that_run_already_beside_other_checks(audit: Auditing, running: Running) -> None:
+    arms = running({PLAIN: {"speculates": False}, DRAFTS: {}})
+    drafts = arms[1].removeprefix("drafts=")
+    ended, records = audit("--endpoint", drafts, "--arm", *arms)
     assert ended.code in (0, 3), ended  # of so few tokens, not everything can be judged
     assert [check.name for check in records[0].checks][-1] == PAYS
     assert len(records[0].checks) == 5 and records[0].server == drafts
-    assert records[0].config["arm"] == [f"plain={plain}", f"drafts={drafts}"]
-    for server in servers:
-        server.stop()
+    assert records[0].config["arm"] == arms
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

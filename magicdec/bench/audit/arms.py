@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from magicdec.bench.audit.asking import AuditedServer, ServerAnswer
+from magicdec.bench.audit.asking import AuditedServer, NoScores, ServerAnswer
 from magicdec.bench.audit.counting import num_steps_of, seen_steps, sum_of
+from magicdec.bench.audit.noise import ModelScores
 from magicdec.bench.audit.pays import (
     DRAFTS,
     IDLE,
@@ -69,6 +70,8 @@ class Arms:
     num_requests: int = 0
     model: str | None = None
     program: str | None = None  # in whose form a server reports drafts
+    scores: ModelScores | None = None  # of the first arm
+    unknown: str = ""  # why it is not known that all arms have its model
     prompts: Prompts = field(default_factory=dict)
 
     def run(self) -> AuditCheck:
@@ -79,7 +82,7 @@ class Arms:
                 self._measure(arm)
         except ValueError as error:
             return AuditCheck.of(PAYS_CHECK, [], str(error), Status.FAILED)
-        return check_of_arms(self.cells)
+        return check_of_arms(self.cells, self.unknown)
 
     def _measure(self, arm: Arm) -> None:
         self.say(f"{arm.option}: {'starts' if arm.url is None else 'is asked'}")
@@ -88,6 +91,8 @@ class Arms:
             self.model = self.model or server.model
             self.prompts = self.prompts or self.make_prompts(server)
             try:
+                if arm.name not in [cell.arm for cell in self.cells]:
+                    self._compare_model(server)
                 for context, prompts in self.prompts.items():
                     for concurrency in self.plan.concurrency:
                         self.say(f"{arm.option}: context {context}, {concurrency} at once")
@@ -96,6 +101,19 @@ class Arms:
                         self.cells.append(cell)
             finally:
                 self.num_requests += server.num_requests
+
+    def _compare_model(self, server: AuditedServer) -> None:
+        """Raises ValueError if a server has another model than that of the first arm."""
+        if self.unknown:
+            return
+        try:
+            if self.scores is None:
+                prompts = self.prompts[min(self.prompts)]
+                self.scores = ModelScores.ask(server, prompts, self.plan.gen_len)
+            else:
+                self.scores.compare(server)
+        except NoScores as error:
+            self.unknown = str(error)
 
     def _cell(
         self,
@@ -213,9 +231,10 @@ def cell_of_rounds(
     )
 
 
-def check_of_arms(cells: Sequence[ArmCell]) -> AuditCheck:
+def check_of_arms(cells: Sequence[ArmCell], unknown: str = "") -> AuditCheck:
     """What all arms together say; not judged if it is not known how many steps drafts took, if no
-    draft was accepted, or if nothing is decided."""
+    draft was accepted, or if nothing is decided. `unknown`: why it is not known that they have one
+    model."""
     both = compared(cells)
     text = "; ".join(sentences(both))
     drafts = [cell.cells[DRAFTS] for cell in both]
@@ -228,6 +247,8 @@ def check_of_arms(cells: Sequence[ArmCell]) -> AuditCheck:
         if not cell.is_plausible:
             text += f"; at context {cell.context} and concurrency {cell.concurrency} a step with "
             text += "drafts takes less time than one without, so that something else differs"
+    if unknown:
+        text += f"; that all arms serve one model is not known: {unknown}"
     status = Status.VERIFIED
     if any(cell.step_s is None for cell in drafts):
         status = Status.UNVERIFIED

@@ -4,6 +4,7 @@ asked for in every way in which it says them. A token may lose by so much and ye
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -78,21 +79,45 @@ def measure_noise(
         else:
             differences += apart
     if plain is not None:
-        found = _one_by_one(plain.server, texts, 1)
-        pair = _pair("with and without drafts", differences_of(reference, found))
-        if pair.median > MOST_NOISE:
-            raise ValueError(
-                f"--plain {plain.server.connection.server} serves another model: its "
-                f"log-probabilities of the same places differ by {pair.median:.2f}"
-            )
-        pairs.append(pair)
-        differences += [
-            apart for apart in differences_of(reference, found) if apart <= CONTRADICTION
-        ]
+        apart = ModelScores(judge.server, texts, reference).compare(plain.server)
+        pairs.append(_pair("with and without drafts", apart))
+        differences += [amount for amount in apart if amount <= CONTRADICTION]
     gaps = [gap(scored) for scored in reference.values()]
     tolerance = max(LEAST_TOLERANCE, 2 * max(differences, default=0), SPACINGS * spacing(gaps))
     relative = math.sqrt(float(np.mean(np.square(differences)))) if differences else 0.0
     return Noise(pairs, min(tolerance, MOST_NOISE), relative, contradictions)
+
+
+@dataclass(frozen=True)
+class ModelScores:
+    """What a server says of a few places of texts, by which another one is known to have the same
+    model."""
+
+    server: AuditedServer
+    texts: Sequence[ServerAnswer]
+    scores: ScoresByPlace
+
+    @classmethod
+    def ask(
+        cls, server: AuditedServer, prompts: Sequence[Sequence[int]], gen_len: int
+    ) -> ModelScores:
+        """Of greedy answers to the first prompts. Raises NoScores if it says none."""
+        server.next_token(prompts[0])
+        texts = server.answers(prompts[:NUM_NOISE_TEXTS], gen_len)
+        return cls(server, texts, _one_by_one(server, texts, 1))
+
+    def compare(self, server: AuditedServer) -> list[float]:
+        """By how much another server differs at these places. Raises ValueError, naming it, if it
+        has another model, and NoScores if it says no log-probabilities."""
+        apart = differences_of(self.scores, _one_by_one(server, self.texts, 1))
+        median = statistics.median(apart)
+        if median > MOST_NOISE:
+            raise ValueError(
+                f"{server.connection.flag} serves another model than "
+                f"{self.server.connection.option}: its log-probabilities of the same places "
+                f"differ by {median:.2f}"
+            )
+        return apart
 
 
 def _ways(judge: Judge, concurrency: int) -> Iterator[tuple[str, Way]]:

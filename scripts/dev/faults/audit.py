@@ -155,6 +155,18 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "An arm that serves another model is named.",
+        f"{PAYS}test_an_arm_with_another_model_is_named",
+        (
+            Fault(
+                "any model is the same",
+                f"{ROOM}noise.py",
+                "if median > MOST_NOISE:",
+                "if False:",
+            ),
+        ),
+    ),
+    Property(
         "Between two batch sizes that were measured, drafts are no longer than at both.",
         f"{PAYS}test_ranges_start_at_1_and_have_no_gaps",
         (
