@@ -420,6 +420,7 @@ def record_of(
         sampled=[] if audit is None else audit.sampled,
         states=[] if audit is None else audit.states,
         arms=[] if arms is None else arms.cells,
+        meters=None if arms is None else str(arms.meter),
         num_requests=asked + (0 if arms is None else arms.num_requests),
         seconds=seconds,
     )

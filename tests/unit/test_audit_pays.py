@@ -51,6 +51,7 @@ from magicdec.bench.audit.pays import (
 )
 from magicdec.bench.audit.record import AuditRecord, comparisons_of
 from magicdec.bench.audit.starting import Arm, parse_arms
+from magicdec.hardware.energy import EnergyCounter, EnergyMeter
 from magicdec.records.acceptance import ReportedCounts
 from magicdec.records.comparison.compare import REGRESSION, SAME
 from magicdec.records.reading import read_records
@@ -287,11 +288,16 @@ def test_decoding_is_timed_apart_from_prompts() -> None:
     plan = ArmsPlan((), (1,), 5, 2, 3, None, 1.0, None)
     nothing: Any = None
     server: Any = Server()
-    arms = Arms(plan, nothing, nothing, print)
+    energy = iter([0, 1000, 2000, 2010, 3000, 3020, 4000, 4030])  # before and after each round
+    meter = EnergyMeter([EnergyCounter("meter", lambda: next(energy), 1.0)])
+    arms = Arms(plan, nothing, nothing, print, meter=meter)
     cell = arms._cell(server, Arm(PLAIN), 3, 1, [[1, 2, 3], [4, 5, 6]])
     assert asked[:8] == [(5, None)] * 8 and len(cell.token_s) == 3
     assert asked[8:] == [(1, "salt 1"), (1, "salt 2")]
     assert cell.first_token_s == pytest.approx(0.1) and cell.token_s == pytest.approx([0.1] * 3)
+    assert cell.joules_per_token == 60 / 30  # without the round that warms up
+    elsewhere = arms._cell(server, Arm(PLAIN, "http://10.0.0.1/v1"), 3, 1, [[1, 2, 3]])
+    assert elsewhere.joules_per_token is None
 
 
 # Arms.
@@ -304,6 +310,15 @@ def test_arms_are_urls_or_commands() -> None:
         Arm("plain", "http://127.0.0.1:1/v1"),
         Arm("drafts", None, ("serve", "my model", "--port={port}", "--host", "x")),
     ]
+
+
+def test_which_arms_are_on_this_machine() -> None:
+    """A meter of this machine says nothing of another one."""
+    here = ["127.0.0.1:80", "127.3.0.1", "localhost:8000", "[::1]:80"]
+    assert all(Arm(PLAIN, f"http://{host}/v1").is_here for host in here)
+    assert Arm(PLAIN, None, ("serve",)).is_here
+    others = ["10.0.0.1", "example.org", "localhost.example.org", "0.0.0.0"]
+    assert not any(Arm(PLAIN, f"http://{host}/v1").is_here for host in others)
 
 
 URL = "http://127.0.0.1:9/v1"
@@ -527,15 +542,10 @@ def test_an_arm_with_another_model_is_named(audit: Auditing, running: Running) -
     arms = running({PLAIN: {"speculates": False}, DRAFTS: {}, IDLE: other})
     ended, records = audit("--arm", *arms, "--concurrency", 1)
     assert ended.code == 3, ended
-    address = arms[2].removeprefix("idle=")
-    assert (
-        records[0]
-        .checks[0]
-        .text.startswith(
-            f"--arm idle {address} serves another model than --arm plain: its log-probabilities of the "
-            "same places differ by "
-        )
+    named = (
+        f"--arm idle {arms[2].removeprefix('idle=')} serves another model than --arm plain: its "
     )
+    assert records[0].checks[0].text.startswith(f"{named}log-probabilities of the same places")
     assert {cell.arm for cell in records[0].arms} == {PLAIN, DRAFTS}
 
 

@@ -22,6 +22,7 @@ from magicdec.bench.audit.pays import (
 )
 from magicdec.bench.audit.record import AuditCheck
 from magicdec.bench.audit.starting import Arm, Connect, opened
+from magicdec.hardware.energy import EnergyMeter, find_meter
 from magicdec.names import PAYS_CHECK
 from magicdec.records.acceptance import ReportedCounts
 from magicdec.records.record import Status
@@ -71,11 +72,14 @@ class Arms:
     model: str | None = None
     program: str | None = None  # in whose form a server reports drafts
     scores: ModelScores | None = None  # of the first arm
+    meter: EnergyMeter = field(default_factory=find_meter)
     unknown: str = ""  # why it is not known that all arms have its model
     prompts: Prompts = field(default_factory=dict)
 
     def run(self) -> AuditCheck:
         """The check of all arms: failed if one of them does not start, or fails."""
+        if any(arm.is_here for arm in self.plan.arms):
+            self.say(f"energy: {self.meter}")
         again = [arm for arm in self.plan.arms if arm.name == PLAIN]
         try:
             for arm in (*self.plan.arms, *again):
@@ -126,14 +130,18 @@ class Arms:
         """The first round warms up and leaves the KV of prompts, so that answers of the others do
         not wait for prompts. Prompts without KV come last."""
         rounds = list[list[ServerAnswer]]()
+        joules = list[float | None]()
+        meter = self.meter if arm.is_here else EnergyMeter()
         for _ in range(1 + self.plan.rounds):
+            before = meter.read()
             rounds.append(server.answers(prompts, self.plan.gen_len, concurrency))
+            joules.append(meter.joules(before, meter.read()))
             check_arm(arm, rounds[-1])
             programs = [answer.program for answer in rounds[-1]]
             self.program = self.program or next(filter(None, programs), None)
         firsts = server.answers(prompts, 1, concurrency, are_new=True)
         return cell_of_rounds(
-            arm.name, context, concurrency, rounds[1:], firsts, self.plan.price_per_hour
+            arm.name, context, concurrency, rounds[1:], firsts, self.plan.price_per_hour, joules[1:]
         )
 
 
@@ -194,10 +202,14 @@ def cell_of_rounds(
     rounds: Sequence[Sequence[ServerAnswer]],
     firsts: Sequence[ServerAnswer],
     price_per_hour: float | None,
+    joules: Sequence[float | None] = (),
 ) -> ArmCell:
     """The cell of the counted rounds of the arm `name`, and of answers of one token, the `firsts`.
-    Answers that came in one piece are not timed. All arms but `drafts` emit a token a step."""
+    `joules`: the energy of each round, where it is known. Answers that came in one piece are not
+    timed. All arms but `drafts` emit a token a step."""
     num_requests = len(rounds[0])
+    num_tokens = sum(len(answer.output_ids) for found in rounds for answer in found)
+    metered = [amount for amount in joules if amount is not None]
     rounds = [[answer for answer in found if answer.parts] for found in rounds]
     answers = [answer for found in rounds for answer in found]
     seconds = [sum(map(decode_s, found)) for found in rounds]
@@ -228,6 +240,7 @@ def cell_of_rounds(
         dollars_per_million=None
         if price_per_hour is None
         else price_per_hour / HOUR_S / rate * MILLION,
+        joules_per_token=sum(metered) / num_tokens if len(metered) == len(rounds) else None,
     )
 
 

@@ -78,6 +78,12 @@ class ArmCell(RecordPart):
         "dollars",
         null="without `price_per_hour`",
     )
+    joules_per_token: float | None = recorded(
+        "energy that the machine used in the counted rounds, by its own meters, over the tokens of "
+        "all answers",
+        "J",
+        null="if the server is elsewhere, or if the machine has no meter that can be read",
+    )
 
 
 @dataclass(frozen=True)
@@ -277,9 +283,11 @@ def _map(cells: Sequence[ComparedCell]) -> Table:
 
 def _arms(cells: Sequence[ArmCell]) -> Table:
     has_price = any(cell.dollars_per_million is not None for cell in cells)
+    has_energy = any(cell.joules_per_token is not None for cell in cells)
     columns: list[Column | str] = [Column("arm", is_text=True), "context", "at once", "answers"]
     columns += ["ms/token", "tokens/s", "first token ms", "cached"]
     columns += ["$ a million tokens"] if has_price else []
+    columns += ["J a token"] if has_energy else []
     rows = list[list[object]]()
     for cell in sorted(cells, key=lambda cell: (cell.context, cell.concurrency)):
         row: list[object] = [cell.arm, cell.context, cell.concurrency, cell.num_requests]
@@ -288,6 +296,8 @@ def _arms(cells: Sequence[ArmCell]) -> Table:
         row += [None if wait_s is None else f"{1e3 * wait_s:.1f}", cell.num_cached]
         price = cell.dollars_per_million
         row += [None if price is None else f"{price:.3f}"] if has_price else []
+        energy = cell.joules_per_token
+        row += [None if energy is None else f"{energy:.3g}"] if has_energy else []
         rows.append(row)
     return Table(columns, rows, title="The arms, one after the other")
 

@@ -178,6 +178,10 @@ class AuditRecord(MeasuredRecord):
     sampled: list[SampledPlace] = recorded("places at which tokens were drawn")
     states: list[StateCell] = recorded("acceptance and tokens in states of the server")
     arms: list[ArmCell] = recorded("times of the arms by context and concurrency")
+    meters: str | None = recorded(
+        "the meters of energy of the machine, and why others could not be read",
+        null="if no arms were compared",
+    )
     num_requests: int = recorded("requests that the audit sent")
     seconds: float = recorded("time of the audit", "s")
 

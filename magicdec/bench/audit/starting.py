@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from shutil import which
 from tempfile import TemporaryFile
 from typing import BinaryIO
+from urllib.parse import urlsplit
 
 from magicdec.bench.audit.pays import ARMS, DRAFTS, PLAIN
 from magicdec.config.masking import masked
@@ -67,6 +69,15 @@ class Arm:
     @property
     def option(self) -> str:
         return f"--arm {self.name}"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its server is on this machine, as far as its URL says."""
+        host = "localhost" if self.url is None else urlsplit(self.url).hostname or ""
+        try:
+            return host == "localhost" or ip_address(host).is_loopback
+        except ValueError:
+            return False
 
     def check(self) -> None:
         """Raises ValueError for a program that is not there."""

@@ -167,6 +167,30 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "Energy is that of packages and their memory.",
+        "test_energy.py::test_packages_and_their_memory_are_summed",
+        (
+            Fault(
+                "zones inside of packages count twice",
+                "hardware/energy.py",
+                "if not name.startswith(COUNTED):",
+                "if False:",
+            ),
+        ),
+    ),
+    Property(
+        "A counter of energy may start again.",
+        "test_energy.py::test_a_counter_that_starts_again",
+        (
+            Fault(
+                "a counter never starts again",
+                "hardware/energy.py",
+                "(self.most if after < before else 0)",
+                "0",
+            ),
+        ),
+    ),
+    Property(
         "Between two batch sizes that were measured, drafts are no longer than at both.",
         f"{PAYS}test_ranges_start_at_1_and_have_no_gaps",
         (
