@@ -1,12 +1,16 @@
 """Converts a Llama checkpoint saved by transformers (safetensors) to GGUF, llama.cpp's file format:
-the same values, with llama.cpp's names and order of rows.
+the same values, with llama.cpp's names and order of rows. As a command it writes the vocabulary
+too, as llama.cpp's server needs it:
 
-Must not import torch, because it runs in llama.cpp's environment. Needs numpy, and the `gguf`
-package for writing.
+    python scripts/dev/peers/gguf_file.py magicdec/demo/target demo.gguf
+
+Must not import torch, because it runs in llama.cpp's environment. Needs numpy, and for writing the
+`gguf` package, for a vocabulary `sentencepiece`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -84,15 +88,19 @@ def gguf_tensors(config: dict[str, Any], tensors: dict[str, Array]) -> dict[str,
     return renamed
 
 
-def write_gguf(model: Path, path: Path, dtype: str) -> None:
+def write_gguf(model: Path, path: Path, dtype: str, has_vocabulary: bool = False) -> None:
     """Write the Llama model in directory `model` to `path`. Matrices have `dtype` (float32 or
-    bfloat16); norms are float32, as llama.cpp requires. No vocabulary is written, because llama.cpp
-    is given token ids."""
+    bfloat16); norms are float32, as llama.cpp requires. Without the vocabulary of the model's
+    `tokenizer.model`, llama.cpp takes token ids alone."""
     import gguf
 
     config = json.loads((model / "config.json").read_text())
     writer = gguf.GGUFWriter(path, "llama")
     add_shape(writer, config)
+    if has_vocabulary:
+        add_vocabulary(writer, model / "tokenizer.model")
+    else:
+        writer.add_tokenizer_model("no_vocab")
     tensors = read_bfloat16(model / "model.safetensors")
     for name, bits in gguf_tensors(config, tensors).items():
         if dtype == "float32" or bits.ndim == 1:
@@ -121,4 +129,44 @@ def add_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_rope_freq_base(rotary["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
+
+
+def add_vocabulary(writer: Any, path: Path) -> None:
+    """Write the pieces of a SentencePiece model, with their scores and kinds."""
+    from gguf import TokenType
+    from sentencepiece import SentencePieceProcessor
+
+    pieces = SentencePieceProcessor(model_file=str(path))
+    ids = range(pieces.vocab_size())
+
+    def kind(token: int) -> int:
+        kinds = {
+            TokenType.UNKNOWN: pieces.is_unknown(token),
+            TokenType.CONTROL: pieces.is_control(token),
+            TokenType.BYTE: pieces.is_byte(token),
+        }
+        return int(next((name for name, is_one in kinds.items() if is_one), TokenType.NORMAL))
+
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([pieces.id_to_piece(token) for token in ids])
+    writer.add_token_scores([pieces.get_score(token) for token in ids])
+    writer.add_token_types([kind(token) for token in ids])
+    writer.add_bos_token_id(pieces.bos_id())
+    writer.add_eos_token_id(pieces.eos_id())
+    writer.add_unk_token_id(pieces.unk_id())
+    writer.add_add_space_prefix(pieces.encode("a", out_type=str)[0] != "a")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="a folder with a bfloat16 Llama checkpoint")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    asked = parser.parse_args()
+    write_gguf(asked.model, asked.out, asked.dtype, has_vocabulary=True)
+
+
+if __name__ == "__main__":
+    main()
