@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,16 @@ from magicdec.bench.audit.counting import num_steps_of, seen_steps, tokens_per_s
 from magicdec.bench.audit.greedy import distinct_ties
 from magicdec.bench.audit.judging import margin
 from magicdec.bench.audit.noise import Noise, spacing
-from magicdec.bench.audit.sampling import TAIL, compare_draws, expected_of
+from magicdec.bench.audit.sampling import (
+    ALPHA,
+    NUM_DEPTHS,
+    TAIL,
+    OpenPlace,
+    compare_draws,
+    draw,
+    draws_needed,
+    expected_of,
+)
 from magicdec.bench.audit.statistics import (
     chi_squared_tail,
     compare_counts,
@@ -28,6 +38,7 @@ from magicdec.records.acceptance import ReportedCounts
 from magicdec.systems.servers.server_format import AskedSampling, ScoredToken
 
 QUIET = Noise([], 0.01, 0.0, [])
+SAMPLED = AskedSampling(1.0)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +145,57 @@ def test_draws_that_top_k_excludes() -> None:
 def test_tokens_at_the_edge_of_top_k_are_not_judged() -> None:
     near = expected_of(whole([2.0, 1.0, 0.995, -1.0]), AskedSampling(1.0, 2), QUIET)
     assert near is not None and near.edge == {1, 2} and set(near.cells) == {0}
+
+
+class Drawing:
+    """In place of a server: after the token 1, tokens are drawn with the probabilities `drawn`, and
+    said to have those of `right`; all others are certain."""
+
+    def __init__(self, right: list[float], drawn: list[float]) -> None:
+        self.right = right
+        self.drawn = drawn
+        self.random = np.random.default_rng(5)
+        self.seeds: list[int | None] = []
+
+    def answer(self, ids: tuple[int, ...], count: int, sampling: AskedSampling) -> ServerAnswer:
+        self.seeds.append(sampling.seed)
+        token = int(self.random.choice(len(self.drawn), p=self.drawn))
+        return ServerAnswer(ids, [1, token, *[0] * (count - 2)])
+
+    def next_token(self, ids: list[int]) -> ScoredToken:
+        if ids[-1] == 1 and len(ids) == 4:
+            return ScoredToken(0, {token: math.log(p) for token, p in enumerate(self.right)})
+        return ScoredToken(0, {0: 0.0, 1: -30.0})
+
+
+def draws_of(server: Drawing, trials: int) -> list[float]:
+    """The p-values of so many places, and of each that no seed is drawn twice."""
+    place = OpenPlace((7, 7, 7), 1, 1.0)
+    (counts,) = draws_needed([place], 0.2)
+    found = []
+    for _ in range(trials):
+        server.seeds.clear()
+        drawn = draw(server, SimpleNamespace(server=server), place, counts, SAMPLED, 1, QUIET)  # type: ignore[arg-type]
+        assert len({*server.seeds}) == len(server.seeds) == len(drawn.answers)
+        assert len(server.seeds) in (counts[0], sum(counts))
+        (tested,) = drawn.tested
+        found.append(tested.p_value)
+    return found
+
+
+def test_right_draws_that_look_wrong_are_drawn_again() -> None:
+    """In 1 of 20 trials; and the p-value of both is still one."""
+    right = [0.1] * 10
+    found = np.array(draws_of(Drawing(right, right), 200))
+    assert 2 <= (found < 0.05).sum() <= 22
+    assert (found < 0.01).sum() <= 8 and (found < 1e-3).sum() <= 2
+
+
+def test_wrong_draws_are_found_with_the_power_of_both_draws() -> None:
+    """In 9 of 10 trials, for the distribution that is hardest to find."""
+    wrong = [0.14, 0.06] * 5
+    found = draws_of(Drawing([0.1] * 10, wrong), 100)
+    assert 81 <= sum(p_value < ALPHA / NUM_DEPTHS for p_value in found) <= 98
 
 
 def answer(

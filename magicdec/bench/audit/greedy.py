@@ -38,6 +38,7 @@ def check(name: str, audit: Audit) -> AuditCheck:
             if concurrency > 1:
                 answers = audit.ask([answer.prompt_ids for answer in cold], concurrency)
                 audit.others += answers
+                audit.beside[context, concurrency] = answers
             scores = judge.judge(answers)
             lost = wrong_tokens(context, concurrency, answers, scores, noise.tolerance)
             wrong += lost

@@ -41,7 +41,7 @@ class AuditPlan:
 class Audit:
     """An audit, and what it has found so far: the evidence of each check is in a list of its own.
     `cold` has the answers to prompts without any KV of them, by context; `others` are beside others
-    or in states."""
+    or in states, and `beside` has those of the greedy check by context and concurrency."""
 
     server: AuditedServer
     plain: AuditedServer | None
@@ -55,6 +55,7 @@ class Audit:
     program: str | None = None
     cold: dict[int, list[ServerAnswer]] = field(default_factory=dict)
     others: list[ServerAnswer] = field(default_factory=list)
+    beside: dict[tuple[int, int], list[ServerAnswer]] = field(default_factory=dict)
     judge: Judge | None = None
     unjudged: str = ""  # why there is no judge
 

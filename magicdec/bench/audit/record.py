@@ -116,7 +116,11 @@ class SampledPlace(RecordPart):
     depth: int = recorded("its place in an answer; at 2 it is the first that drafts can be")
     num_draws: int = recorded("draws")
     num_cells: int = recorded("tokens that were told apart, rare ones as one")
-    p_value: float = recorded("of the chi-squared test, with the measured noise", "0 to 1")
+    p_value: float = recorded(
+        "of the chi-squared test, with the measured noise; below .05 it is .05 times that of new "
+        "draws",
+        "0 to 1",
+    )
     total_variation: float = recorded("half the summed difference of shares", "0 to 1")
     total_variation_interval: list[float] = recorded("its 95 % interval", "0 to 1")
     total_variation_by_chance: float = recorded("what 95 % of right draws stay below", "0 to 1")

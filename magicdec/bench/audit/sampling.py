@@ -3,15 +3,17 @@ many draws of the next tokens, tested by chi-squared.
 
 The first token of an answer comes from the forward of the prompt and proves nothing. So the text of
 a place ends before a token that is nearly certain, and draws that begin with it are tested at the
-tokens after it, which drafts can be.
+tokens after it, which drafts can be. What looks wrong is drawn again, with new seeds, and is wrong
+if it is so again: a sound server is drawn from half as often as by one test of that power.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 from magicdec.bench.audit.asking import AuditedServer, ServerAnswer, together
@@ -26,6 +28,7 @@ from magicdec.systems.servers.server_format import AskedSampling, ScoredToken
 
 ALPHA = 1e-3  # of all tests together
 POWER = 0.9
+SUSPICION = 0.05  # p-value at which a place is drawn from again
 CELLS = 10  # that a place usually has, for how many draws are needed
 LEAST_DRAWS = 100  # that a test is worth
 FORCED = 0.6  # least probability of the token before a place
@@ -36,6 +39,8 @@ TAIL = -1  # the cell of tokens that are not told apart
 LEAST_SLACK = 0.01  # of sums of probabilities at the edge of `top_p`
 NUM_ERRORS = 3  # relative errors of a probability that are slack there
 MOST_IMPOSSIBLE = 0.002  # share of draws that an edge elsewhere may explain
+Beginning = tuple[int, ...]
+"""The tokens of answers before one that is tested."""
 
 
 @dataclass(frozen=True)
@@ -62,23 +67,32 @@ def check(name: str, audit: Audit) -> AuditCheck:
     judge, noise = audit.judged()
     plan = audit.plan
     shortest = min(audit.cold)
-    few = [answer for answer in audit.answers if len(answer.prompt_ids) <= 2 * shortest]
-    distinct = [*{(answer.prompt_ids, *answer.output_ids): answer for answer in few}.values()]
-    places = open_places(distinct, judge.judge(distinct), plan.num_places)
+    few = [answer for answer in audit.others if len(answer.prompt_ids) <= 2 * shortest]
+    places = list[OpenPlace]()
+    for answers in (audit.cold[shortest], [*audit.cold[shortest], *few]):
+        distinct = [
+            *{(answer.prompt_ids, *answer.output_ids): answer for answer in answers}.values()
+        ]
+        places = open_places(distinct, judge.judge(distinct), plan.num_places)
+        if len(places) == plan.num_places:
+            break
     if not places:
         text = "no place was found at which several tokens can follow a nearly certain one"
         return AuditCheck.of(name, [], text, Status.UNVERIFIED)
     needed = draws_needed(places, plan.total_variation)
-    audit.say(f"{sum(needed)} answers are drawn at {len(places)} places")
-    num_drafted: int | None = 0
-    for number, (place, count) in enumerate(zip(places, needed, strict=True)):
+    first, again = (sum(amounts) for amounts in zip(*needed, strict=True))
+    audit.say(
+        f"{first} answers are drawn at {len(places)} places, and {again} where they look wrong"
+    )
+    drawn = list[DrawnPlace]()
+    for number, (place, counts) in enumerate(zip(places, needed, strict=True)):
         sampling = plan.samplings[number % len(plan.samplings)]
-        drawn = draw(audit.server, judge, place, count, sampling, audit.most_at_once, noise)
-        audit.sampled += drawn.tested
-        here = drawn.num_drafted
-        num_drafted = None if here is None or num_drafted is None else num_drafted + here
+        drawn.append(draw(audit.server, judge, place, counts, sampling, audit.most_at_once, noise))
+        audit.sampled += drawn[-1].tested
     findings = faults_of(audit.sampled)
-    text = f"{sum(needed)} answers at {len(places)} places, {len(audit.sampled)} tests"
+    answers = [answer for found in drawn for answer in found.answers]
+    num_drafted = sum_of("drafted", answers)
+    text = f"{len(answers)} answers at {len(places)} places, {len(audit.sampled)} tests"
     text += "" if num_drafted is None else f", {num_drafted} draft tokens judged"
     if num_drafted == 0 and not findings:
         text += ": without drafts they prove nothing"
@@ -111,12 +125,14 @@ def open_places(
     return [place for _, place in found[:most]]
 
 
-def draws_needed(places: Sequence[OpenPlace], total_variation: float) -> list[int]:
-    """For each place how many answers are drawn, so that a distribution so far from the right one
-    is found."""
+def draws_needed(places: Sequence[OpenPlace], total_variation: float) -> list[tuple[int, int]]:
+    """For each place how many answers are drawn, and how many if these look wrong, so that a
+    distribution so far from the right one looks wrong, and is found by the others."""
     alpha = ALPHA / max(1, NUM_DEPTHS * len(places))
-    needed = num_draws(CELLS, total_variation, alpha, POWER)
-    return [math.ceil(needed / place.chance) for place in places]
+    power = math.sqrt(POWER)
+    first = num_draws(CELLS, total_variation, SUSPICION, power)
+    again = num_draws(CELLS, total_variation, alpha / SUSPICION, power)
+    return [(math.ceil(first / place.chance), math.ceil(again / place.chance)) for place in places]
 
 
 def expected_of(scored: ScoredToken, sampling: AskedSampling, noise: Noise) -> Expected | None:
@@ -164,45 +180,85 @@ def _normalised(weights: dict[int, float]) -> dict[int, float]:
 class DrawnPlace:
     """The answers that were drawn at a place, and what was found at each depth."""
 
-    place: OpenPlace
     answers: list[ServerAnswer]
     tested: list[SampledPlace]
-
-    @property
-    def num_drafted(self) -> int | None:
-        """Draft tokens that were judged in the draws; None if the server does not say it."""
-        return sum_of("drafted", self.answers)
 
 
 def draw(
     server: AuditedServer,
     judge: Judge,
     place: OpenPlace,
-    count: int,
+    counts: tuple[int, int],
     sampling: AskedSampling,
     concurrency: int,
     noise: Noise,
 ) -> DrawnPlace:
-    """Draw answers at a place and test them, at each depth those that begin alike."""
+    """Draw answers at a place and test them, at each depth those that begin alike; and again if a
+    test looks wrong."""
 
-    def ask(seed: int) -> ServerAnswer:
-        return server.answer(place.ids, 1 + NUM_DEPTHS, replace(sampling, seed=seed))
+    def answers_of(seeds: range) -> list[ServerAnswer]:
+        settings = [replace(sampling, seed=seed) for seed in seeds]
+        jobs = [partial(server.answer, place.ids, 1 + NUM_DEPTHS, setting) for setting in settings]
+        return together(jobs, concurrency)
 
-    jobs = [lambda seed=seed: ask(seed) for seed in range(1, count + 1)]
-    answers = together(jobs, concurrency)
-    tested = list[SampledPlace]()
-    path = [place.first]
-    for depth in range(2, 2 + NUM_DEPTHS):
-        drawn = [a.output_ids[depth - 1] for a in answers if a.output_ids[: depth - 1] == path]
-        if len(drawn) < LEAST_DRAWS:
-            break
-        ids = [*place.ids, *path]
-        expected = expected_of(judge.server.next_token(ids), sampling, noise)
-        found = None if expected is None else compare_draws(drawn, expected, noise.relative)
+    first, again = counts
+    answers = answers_of(range(1, 1 + first))
+    expected = dict[Beginning, Expected]()
+    for beginning in likely_beginnings(place, answers):
+        found = expected_of(judge.server.next_token([*place.ids, *beginning]), sampling, noise)
         if found is not None:
-            tested.append(replace(found, context=len(ids), depth=depth))
-        path.append(Counter(drawn).most_common(1)[0][0])
-    return DrawnPlace(place, answers, tested)
+            expected[beginning] = found
+    tested = tests_of(place, answers, expected, noise)
+    if all(found.p_value > SUSPICION for found in tested.values()):
+        return DrawnPlace(answers, [*tested.values()])
+    more = answers_of(range(1 + first, 1 + first + again))
+    confirmed = tests_of(place, more, expected, noise)
+    results = [_combined(found, confirmed.get(beginning)) for beginning, found in tested.items()]
+    return DrawnPlace([*answers, *more], results)
+
+
+def _combined(first: SampledPlace, again: SampledPlace | None) -> SampledPlace:
+    """What two tests of one place say, of which the second counts only if the first looked wrong.
+    The p-value is one: right draws look wrong with the probability `SUSPICION`, and then their
+    second p-value is below x with the probability x."""
+    if first.p_value > SUSPICION:
+        return first
+    if again is None:
+        return replace(first, p_value=SUSPICION)
+    return replace(again, p_value=SUSPICION * again.p_value)
+
+
+def likely_beginnings(place: OpenPlace, answers: Sequence[ServerAnswer]) -> list[Beginning]:
+    """By depth the tokens with which answers usually begin, as far as enough of them do."""
+    beginnings = [(place.first,)]
+    while len(beginnings) <= NUM_DEPTHS:
+        drawn = tokens_after(beginnings[-1], answers)
+        if len(drawn) < LEAST_DRAWS:
+            return beginnings[:-1]
+        beginnings.append((*beginnings[-1], Counter(drawn).most_common(1)[0][0]))
+    return beginnings[:-1]
+
+
+def tokens_after(beginning: Beginning, answers: Sequence[ServerAnswer]) -> list[int]:
+    """The next tokens of the answers that begin so."""
+    size = len(beginning)
+    return [a.output_ids[size] for a in answers if tuple(a.output_ids[:size]) == beginning]
+
+
+def tests_of(
+    place: OpenPlace,
+    answers: Sequence[ServerAnswer],
+    expected: Mapping[Beginning, Expected],
+    noise: Noise,
+) -> dict[Beginning, SampledPlace]:
+    """The tests of the tokens after each beginning, without those that have no two cells."""
+    tested = dict[Beginning, SampledPlace]()
+    for beginning, right in expected.items():
+        found = compare_draws(tokens_after(beginning, answers), right, noise.relative)
+        if found is not None:
+            context = len(place.ids) + len(beginning)
+            tested[beginning] = replace(found, context=context, depth=len(beginning) + 1)
+    return tested
 
 
 def compare_draws(drawn: Sequence[int], expected: Expected, error: float) -> SampledPlace | None:

@@ -101,9 +101,9 @@ def wrong_of(audit: Audit, pairs: Pairs) -> list[WrongToken]:
 
 
 def after_hits(audit: Audit, cold: Sequence[ServerAnswer], context: int) -> Pairs:
-    """Each prompt twice; the second answer counts."""
+    """Each prompt once more after an answer of one token, which leaves its KV."""
     prompts = [answer.prompt_ids for answer in cold]
-    audit.ask(prompts)
+    audit.server.answers(prompts, 1)
     return Pairs(HIT, context, 1, audit.ask(prompts), [*cold])
 
 
@@ -115,7 +115,9 @@ def again(audit: Audit, cold: Sequence[ServerAnswer], context: int, state: str) 
 
 def beside_others(audit: Audit, cold: Sequence[ServerAnswer], context: int) -> Pairs:
     most = audit.most_at_once
-    answers = audit.ask([answer.prompt_ids for answer in cold], most)
+    answers = audit.beside.get((context, most))
+    if answers is None:
+        answers = audit.ask([answer.prompt_ids for answer in cold], most)
     return Pairs(BESIDE, context, most, answers, [*cold])
 
 

@@ -27,10 +27,10 @@ PROPERTIES = (
                 "if False:",
             ),
             Fault(
-                "the first token of a draw is tested",
+                "no token of a draw is tested",
                 f"{ROOM}sampling.py",
-                "for depth in range(2, 2 + NUM_DEPTHS):",
-                "for depth in range(1, 1):",
+                "beginnings = [(place.first,)]",
+                "return []",
             ),
             Fault(
                 "counters are compared with themselves",
@@ -67,6 +67,30 @@ PROPERTIES = (
                 f"{ROOM}statistics.py",
                 "return math.ceil(noncentrality / (4 * total_variation**2))",
                 "return math.ceil(noncentrality / (8 * total_variation**2))",
+            ),
+        ),
+    ),
+    Property(
+        "Wrong draws look wrong, and are found by those that are drawn then.",
+        f"{STATISTICS}test_wrong_draws_are_found_with_the_power_of_both_draws",
+        (
+            Fault(
+                "each of both tests has the power of the whole",
+                f"{ROOM}sampling.py",
+                "power = math.sqrt(POWER)",
+                "power = POWER**2",
+            ),
+        ),
+    ),
+    Property(
+        "Right draws are rejected as often as the level says, though some are drawn again.",
+        f"{STATISTICS}test_right_draws_that_look_wrong_are_drawn_again",
+        (
+            Fault(
+                "everything is drawn again",
+                f"{ROOM}sampling.py",
+                "if first.p_value > SUSPICION:",
+                "if False:",
             ),
         ),
     ),

@@ -1,16 +1,16 @@
 """Audits real servers one after the other, each with its own prompts, seed and settings, and prints
-a line for each: what `magicdec audit` found, and how long its checks took. A sound server must be
-clean every time.
+what `magicdec audit` found. A sound server must be clean every time.
 
     python scripts/dev/peers/audit_servers.py --books books.jsonl --count 50 --out audits.jsonl \\
-        --kinds llama-model llama-lookup vllm-lookup vllm-eagle \\
+        --kinds llama-model llama-lookup llama-map llama-mod llama-cache \\
         --llama_python llama/bin/python --gguf demo.gguf --draft_gguf draft.gguf \\
-        --vllm_python vllm/bin/python --checkpoint demo --head demo-eagle
+        --vllm_python vllm/bin/python --checkpoint demo --head demo-eagle \\
+        --flags --total_variation 0.2 --judged 24
 
-Audit `n` has the kind `n` of the list, over and over, and draws its settings by `--seed` and `n`.
-The environments of the servers are made as `llama_cpp_server.py` and `peers/__init__.py` say. A
-server is started on a free port of the loopback, and ended after its audit. The exit code is the
-number of audits that were not clean, at most 100.
+The kinds follow each other over and over. Servers and audits draw their settings by `--seed` and
+their number. The environments of the servers are made as `llama_cpp_server.py` and `vllm_server.py`
+say. A server is started on a free port of the loopback, and ended after its audits. The exit code
+is the number of audits that were not clean, at most 100.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -36,10 +35,13 @@ from magicdec.systems.servers.connection import Connection
 from magicdec.systems.servers.openai import OPENAI
 
 SCRIPTS = Path(__file__).parent
-READY_S = 300.0  # vLLM compiles for a minute
-AUDIT_S = 1800
-CHARACTERS = 60_000  # of a book, from a place of its own for each audit
+PORT = "{port}"  # the word of a command in whose place the port comes
+READY_S = 1800.0  # vLLM imports for a minute, and on a busy machine for many
+CONTEXT = 768  # tokens of a request, with its conversation
+CHARACTERS = 20_000  # of a book, from a place of its own for each audit
+LLAMA = "llama"
 CODES = {0: "clean", 1: "FAULT", 3: "not judged"}
+NO_VERDICT = "no verdict"
 
 
 def parse() -> argparse.Namespace:
@@ -50,8 +52,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, required=True)
     parser.add_argument("--count", type=int, default=50, help="audits [50]")
     parser.add_argument("--first", type=int, default=0, help="the number of the first one [0]")
+    parser.add_argument("--per_server", type=int, default=1, help="audits of a server [1]")
     parser.add_argument("--seed", type=int, default=1, help="[1]")
-    parser.add_argument("--threads", type=int, default=1, help="of a server [1]")
+    parser.add_argument("--threads", type=int, default=1, help="of llama.cpp [1]")
     parser.add_argument("--out", type=Path, required=True, help="records are appended")
     parser.add_argument("--llama_python", type=Path)
     parser.add_argument("--gguf", type=Path, help="the target of llama.cpp")
@@ -64,83 +67,97 @@ def parse() -> argparse.Namespace:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Of one audit and its server."""
+class ServerSettings:
+    """Of a server of one kind: `slots` requests at once, and drafts of `draft_len` tokens."""
 
-    number: int
     kind: str
-    context: tuple[int, ...]
-    gen_len: int
-    num_requests: int
     slots: int
     draft_len: int
-    temperatures: tuple[float, ...]
-    top_k: int
-    top_p: float
     float32_cache: bool
 
     @classmethod
-    def drawn(cls, number: int, asked: argparse.Namespace) -> Settings:
-        draws = random.Random(f"{asked.seed} {number}")
-        temperatures = draws.choice([(1.0, 0.6), (1.0, 0.8), (0.7, 1.0), (1.0,)])
-        is_closed = draws.random() < 0.2
+    def drawn(cls, number: int, asked: argparse.Namespace) -> ServerSettings:
+        draws = random.Random(f"server {asked.seed} {number}")
+        kind = asked.kinds[number % len(asked.kinds)]
         return cls(
-            number=number,
-            kind=asked.kinds[number % len(asked.kinds)],
-            context=draws.choice([(64,), (100,), (128,), (64, 160), (48, 128)]),
-            gen_len=draws.choice([32, 48, 64]),
-            num_requests=draws.choice([6, 8]),
+            kind=kind,
             slots=draws.choice([1, 2, 4]),
             draft_len=draws.choice([2, 3, 4, 6]),
-            temperatures=temperatures,
-            top_k=draws.choice([5, 10]) if is_closed else 0,
-            top_p=0.9 if temperatures == (1.0,) and not is_closed else 1.0,
-            float32_cache=draws.random() < 0.5,
+            float32_cache=kind.startswith(LLAMA) and draws.random() < 0.5,
         )
 
-    def words(self) -> list[str]:
+    def __str__(self) -> str:
+        cache = ", float32 cache" if self.float32_cache else ""
+        return f"{self.kind}, {self.slots} at once, drafts of {self.draft_len}{cache}"
+
+
+@dataclass(frozen=True)
+class AuditSettings:
+    context: tuple[int, ...]
+    gen_len: int
+    num_requests: int
+    temperatures: tuple[float, ...]
+    top_k: int
+    top_p: float
+
+    @classmethod
+    def drawn(cls, number: int, asked: argparse.Namespace) -> AuditSettings:
+        draws = random.Random(f"audit {asked.seed} {number}")
+        temperatures = draws.choice([(1.0, 0.6), (1.0, 0.8), (0.7, 1.0), (1.0,)])
+        has_top_k = draws.random() < 0.2
+        return cls(
+            context=draws.choice([(64,), (100,), (128,), (48, 112)]),
+            gen_len=draws.choice([24, 32, 40]),
+            num_requests=draws.choice([6, 8]),
+            temperatures=temperatures,
+            top_k=draws.choice([5, 10]) if has_top_k else 0,
+            top_p=0.9 if temperatures == (1.0,) and not has_top_k else 1.0,
+        )
+
+    def words(self, slots: int) -> list[str]:
         """Flags of `magicdec audit`."""
-        concurrency = {1, self.slots}
         return [
             *("--prefix_len", *map(str, self.context), "--gen_len", str(self.gen_len)),
             *("--num_requests", str(self.num_requests)),
-            *("--concurrency", *map(str, sorted(concurrency))),
+            *("--concurrency", *map(str, sorted({1, slots}))),
             *("--temperature", *map(str, self.temperatures)),
             *("--top_k", str(self.top_k), "--top_p", str(self.top_p)),
         ]
 
     def __str__(self) -> str:
         shown = [
-            f"{self.number:3} {self.kind:12}",
-            f"context {'+'.join(map(str, self.context)):6} new {self.gen_len}",
-            f"x{self.num_requests}, {self.slots} at once, K {self.draft_len}",
-            f"T {'+'.join(map(str, self.temperatures))}",
+            f"{self.num_requests} of {'+'.join(map(str, self.context))}, {self.gen_len} new",
+            f"temperature {'+'.join(map(str, self.temperatures))}",
         ]
         shown += [f"top_k {self.top_k}"] if self.top_k else []
         shown += [f"top_p {self.top_p}"] if self.top_p < 1 else []
         return ", ".join(shown)
 
 
-def llama_words(settings: Settings, asked: argparse.Namespace, drafts: str) -> list[str]:
+def llama_words(settings: ServerSettings, asked: argparse.Namespace, drafts: str) -> list[str]:
     words = [
         *(str(asked.llama_python), str(SCRIPTS / "llama_cpp_server.py"), str(asked.gguf)),
-        *("--port", "{port}", "--threads", str(asked.threads), "--drafts", drafts),
-        *("--draft_len", str(settings.draft_len), "--slots", str(settings.slots)),
+        *("--port", PORT, "--threads", str(asked.threads), "--context", str(CONTEXT)),
+        *("--drafts", drafts, "--draft_len", str(settings.draft_len)),
+        *("--slots", str(settings.slots)),
     ]
     if drafts == "model":
         words += ["--draft_model", str(asked.draft_gguf)]
-    return words + (["--float32_cache"] if settings.float32_cache else [])
+    # Flash attention converts a float32 cache to float16 in each step.
+    exact = ["--float32_cache", "--flash_attention", "off"]
+    return words + (exact if settings.float32_cache else [])
 
 
-def vllm_words(settings: Settings, asked: argparse.Namespace, method: str) -> list[str]:
+def vllm_words(settings: ServerSettings, asked: argparse.Namespace, method: str) -> list[str]:
     config: dict[str, object] = {"method": method, "num_speculative_tokens": settings.draft_len}
     if method == "ngram":
         config |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
     else:
         config |= {"model": str(asked.head)}
     return [
-        *(str(asked.vllm_python), str(SCRIPTS / "vllm_server.py"), str(asked.checkpoint)),
-        *("--port", "{port}", "--dtype", "float32", "--max-num-seqs", str(max(2, settings.slots))),
+        *(str(asked.vllm_python), str(SCRIPTS / "vllm_server.py"), "--mended"),
+        *(str(asked.checkpoint), "--port", PORT, "--dtype", "float32", "--enforce-eager"),
+        *("--max-model-len", str(CONTEXT), "--max-num-seqs", str(max(2, settings.slots))),
         *("--per-request-spec-decode-metrics", "detailed"),
         *("--speculative-config", json.dumps(config)),
     ]
@@ -157,6 +174,23 @@ KINDS = {
 }
 
 
+@contextmanager
+def served(settings: ServerSettings, asked: argparse.Namespace) -> Iterator[str]:
+    """The URL of a server, which is ended with the block. Raises ValueError if it does not
+    start."""
+    make_words, drafts = KINDS[settings.kind]
+    port = str(free_port())
+    words = [port if word == PORT else word for word in make_words(settings, asked, drafts)]
+    url = f"http://127.0.0.1:{port}/v1"
+    connection = Connection(url, OPENAI, READY_S, READY_S, None, settings.kind)
+    with TemporaryFile() as output, started(Arm(settings.kind), words, output) as process:
+        try:
+            wait_for(connection, process, READY_S)
+        except ValueError as error:
+            raise ValueError(f"{error}: {last_lines(output)}") from None
+        yield url
+
+
 def passages(path: Path, seed: int) -> Iterator[str]:
     """Parts of the books, none twice."""
     texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
@@ -169,69 +203,57 @@ def passages(path: Path, seed: int) -> Iterator[str]:
     return iter(parts)
 
 
-def audited(settings: Settings, asked: argparse.Namespace, text: str) -> tuple[int, str]:
-    """The exit code of one audit, and what it wrote if it has no verdict."""
-    make_words, drafts = KINDS[settings.kind]
-    port = free_port()
-    words = [word.replace("{port}", str(port)) for word in make_words(settings, asked, drafts)]
-    url = f"http://127.0.0.1:{port}/v1"
-    connection = Connection(url, OPENAI, READY_S, READY_S, None, settings.kind)
-    api = "llama.cpp" if settings.kind.startswith("llama") else "openai"
-    with TemporaryDirectory() as folder, TemporaryFile() as output:
+def audit(kind: str, url: str, words: Sequence[str], out: Path, text: str) -> int:
+    """Audit a server with these flags, and print what was found. Returns the exit code."""
+    with TemporaryDirectory() as folder:
         book = Path(folder) / "book.txt"
         book.write_text(text)
-        with started(Arm(settings.kind), words, output) as process:
-            try:
-                wait_for(connection, process, READY_S)
-            except ValueError as error:
-                return 2, f"{error}: {last_lines(output)}"
-            command = [
-                *(sys.executable, "-m", "magicdec", "audit", "--endpoint", url),
-                *("--endpoint_api", api, "--endpoint_metrics", f"{url.removesuffix('/v1')}/metrics"),
-                *("--dataset", str(book), "--out", str(asked.out)),
-                *settings.words(),
-                *asked.flags,
-            ]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=AUDIT_S)
-        return done.returncode, f"{done.stderr}{done.stdout}"
+        command = [
+            *(sys.executable, "-m", "magicdec", "audit", "--endpoint", url),
+            *("--endpoint_api", "llama.cpp" if kind.startswith(LLAMA) else "openai"),
+            *("--endpoint_metrics", f"{url.removesuffix('/v1')}/metrics"),
+            *("--dataset", str(book), "--out", str(out), *words),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode not in CODES:
+        print(f"    {NO_VERDICT}: {done.stderr.strip()}", flush=True)
+        return done.returncode
+    record = list(read_records(out, AuditRecord))[-1]
+    verdicts = ", ".join(f"{check.name} {check.status}" for check in record.checks)
+    sums = f"{record.seconds:.0f} s, {record.num_requests} requests"
+    print(f"    {CODES[done.returncode]} ({sums}): {verdicts}", *reasons(record), sep="\n")
+    return done.returncode
 
 
-def verdicts(record: AuditRecord) -> str:
-    return ", ".join(f"{check.name} {check.status}" for check in record.checks)
-
-
-def findings(record: AuditRecord) -> Sequence[str]:
-    return [
-        f"      {check.name}: {found.name}: {found.text}"
-        for check in record.checks
-        for found in check.findings
-    ] + [
-        f"      {check.name}: {check.text}"
-        for check in record.checks
-        if check.status in ("unverified", "failed")
-    ]
+def reasons(record: AuditRecord) -> Iterator[str]:
+    """Why an audit is not clean."""
+    for check in record.checks:
+        if check.status in ("unverified", "failed"):
+            yield f"    {check.name}: {check.text}"
+        for found in check.findings:
+            yield f"    {check.name}: {found.name}: {found.text}"
 
 
 def main() -> int:
     asked = parse()
     texts = itertools.islice(passages(asked.books, asked.seed), asked.first, None)
-    codes = Counter[int]()
-    print(f"process {os.getpid()}", flush=True)
-    for number in range(asked.first, asked.first + asked.count):
-        settings = Settings.drawn(number, asked)
-        started_s = time.monotonic()
-        code, said = audited(settings, asked, next(texts))
-        seconds = time.monotonic() - started_s
-        codes[code] += 1
-        print(f"{settings}: {CODES.get(code, 'no verdict')} in {seconds:.0f} s", flush=True)
-        if code in CODES:
-            record = list(read_records(asked.out, AuditRecord))[-1]
-            audit_s = f"{record.seconds:.0f} s, {record.num_requests} requests"
-            print(f"      {audit_s}: {verdicts(record)}", *findings(record), sep="\n", flush=True)
-        else:
-            print(f"      {said.strip()}", flush=True)
-    print({CODES.get(code, "no verdict"): count for code, count in codes.items()})
-    return min(100, sum(count for code, count in codes.items() if code))
+    verdicts = Counter[str]()
+    numbers = range(asked.first, asked.first + asked.count)
+    for server_number, group in itertools.groupby(numbers, lambda n: n // asked.per_server):
+        server = ServerSettings.drawn(server_number, asked)
+        try:
+            with served(server, asked) as url:
+                for number in group:
+                    settings = AuditSettings.drawn(number, asked)
+                    print(f"{number}: {server}; {settings}", flush=True)
+                    words = [*settings.words(server.slots), *asked.flags]
+                    code = audit(server.kind, url, words, asked.out, next(texts))
+                    verdicts[CODES.get(code, NO_VERDICT)] += 1
+        except ValueError as error:
+            print(f"    {error}", flush=True)
+            verdicts[NO_VERDICT] += 1
+    print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
+    return min(100, verdicts.total() - verdicts[CODES[0]])
 
 
 if __name__ == "__main__":

