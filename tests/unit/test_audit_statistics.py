@@ -170,7 +170,7 @@ class Drawing:
 
 def draws_of(server: Drawing, trials: int) -> list[float]:
     """The p-values of so many places, and of each that no seed is drawn twice."""
-    place = OpenPlace((7, 7, 7), 1, 1.0)
+    place = OpenPlace((7, 7, 7), 1, 1.0, 2)
     (counts,) = draws_needed([place], 0.2)
     found = []
     for _ in range(trials):

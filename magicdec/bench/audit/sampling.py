@@ -3,8 +3,10 @@ many draws of the next tokens, tested by chi-squared.
 
 The first token of an answer comes from the forward of the prompt and proves nothing. So the text of
 a place ends before a token that is nearly certain, and draws that begin with it are tested at the
-tokens after it, which drafts can be. What looks wrong is drawn again, with new seeds, and is wrong
-if it is so again: a sound server is drawn from half as often as by one test of that power.
+tokens after it, which drafts can be. The text begins with its own end and another token than the
+likeliest one, so that lookups have something to draft. What looks wrong is drawn again, with new
+seeds, and is wrong if it is so again: a sound server is drawn from half as often as by one test of
+that power.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from itertools import accumulate
 from magicdec.bench.audit.asking import AuditedServer, ServerAnswer, together
 from magicdec.bench.audit.counting import sum_of
 from magicdec.bench.audit.judging import Judge
-from magicdec.bench.audit.measuring import Audit
+from magicdec.bench.audit.measuring import Audit, AuditPlan
 from magicdec.bench.audit.noise import Noise
 from magicdec.bench.audit.record import AuditCheck, AuditFinding, SampledPlace
 from magicdec.bench.audit.statistics import compare_counts, num_draws, rejected
@@ -35,6 +37,10 @@ FORCED = 0.6  # least probability of the token before a place
 LEAST_OPEN = 0.15  # to MOST_OPEN: probability of the likeliest token at a place
 MOST_OPEN = 0.75
 NUM_DEPTHS = 3  # tokens after the first that are tested
+LOOKED_UP = (
+    12  # tokens of its end with which a text begins, as llama.cpp's lookups match by default
+)
+LEAST_DRAFTED = 0.5  # share of draws in which drafts were judged, without which they prove nothing
 TAIL = -1  # the cell of tokens that are not told apart
 LEAST_SLACK = 0.01  # of sums of probabilities at the edge of `top_p`
 NUM_ERRORS = 3  # relative errors of a probability that are slack there
@@ -45,11 +51,19 @@ Beginning = tuple[int, ...]
 
 @dataclass(frozen=True)
 class OpenPlace:
-    """A text and the token that nearly always follows it, after which several can."""
+    """A text and the token that nearly always follows it, after which several can. `second` is the
+    second likeliest of these."""
 
     ids: tuple[int, ...]
     first: int
     chance: float  # of `first`
+    second: int
+
+    @property
+    def looked_up(self) -> OpenPlace:
+        """The same with a beginning from which lookups draft `second`."""
+        ids = (*self.ids[-LOOKED_UP:], self.first, self.second, *self.ids)
+        return replace(self, ids=ids)
 
 
 @dataclass(frozen=True)
@@ -66,16 +80,7 @@ class Expected:
 def check(name: str, audit: Audit) -> AuditCheck:
     judge, noise = audit.judged()
     plan = audit.plan
-    shortest = min(audit.cold)
-    few = [answer for answer in audit.others if len(answer.prompt_ids) <= 2 * shortest]
-    places = list[OpenPlace]()
-    for answers in (audit.cold[shortest], [*audit.cold[shortest], *few]):
-        distinct = [
-            *{(answer.prompt_ids, *answer.output_ids): answer for answer in answers}.values()
-        ]
-        places = open_places(distinct, judge.judge(distinct), plan.num_places)
-        if len(places) == plan.num_places:
-            break
+    places = find_places(audit, judge, noise)
     if not places:
         text = "no place was found at which several tokens can follow a nearly certain one"
         return AuditCheck.of(name, [], text, Status.UNVERIFIED)
@@ -86,7 +91,7 @@ def check(name: str, audit: Audit) -> AuditCheck:
     )
     drawn = list[DrawnPlace]()
     for number, (place, counts) in enumerate(zip(places, needed, strict=True)):
-        sampling = plan.samplings[number % len(plan.samplings)]
+        sampling = sampling_at(number, plan)
         drawn.append(draw(audit.server, judge, place, counts, sampling, audit.most_at_once, noise))
         audit.sampled += drawn[-1].tested
     findings = faults_of(audit.sampled)
@@ -94,35 +99,80 @@ def check(name: str, audit: Audit) -> AuditCheck:
     num_drafted = sum_of("drafted", answers)
     text = f"{len(answers)} answers at {len(places)} places, {len(audit.sampled)} tests"
     text += "" if num_drafted is None else f", {num_drafted} draft tokens judged"
-    if num_drafted == 0 and not findings:
-        text += ": without drafts they prove nothing"
+    drafting = [answer for answer in answers if answer.counts and answer.counts.drafted]
+    is_seldom = num_drafted is not None and len(drafting) < LEAST_DRAFTED * len(answers)
+    if is_seldom and not findings:
+        text += f" in {len(drafting)} of the answers: without drafts they prove nothing"
+        return AuditCheck.of(name, [], text, Status.UNVERIFIED)
+    if not audit.sampled:
         return AuditCheck.of(name, [], text, Status.UNVERIFIED)
     bound = f"a distance of less than {plan.total_variation:g} (total variation) at the first "
     return AuditCheck.of(name, findings, text, bound=f"{bound}token that drafts can be")
 
 
+def sampling_at(number: int, plan: AuditPlan) -> AskedSampling:
+    return plan.samplings[number % len(plan.samplings)]
+
+
+def find_places(audit: Audit, judge: Judge, noise: Noise) -> list[OpenPlace]:
+    """The places that are most open, of answers after the shortest context, and then of those in
+    other states; first such as lookups draft at."""
+    shortest = min(audit.cold)
+    few = [answer for answer in audit.others if len(answer.prompt_ids) <= 2 * shortest]
+    found = list[OpenPlace]()
+    for answers in (audit.cold[shortest], few):
+        distinct = [*{(one.prompt_ids, *one.output_ids): one for one in answers}.values()]
+        places = open_places(distinct, judge.judge(distinct))
+        for place in [*(place.looked_up for place in places), *places]:
+            if len(found) == audit.plan.num_places:
+                return found
+            sampling = sampling_at(len(found), audit.plan)
+            if (judged := judged_place(judge.server, place, sampling, noise)) is not None:
+                found.append(judged)
+    return found
+
+
+def judged_place(
+    server: AuditedServer, place: OpenPlace, sampling: AskedSampling, noise: Noise
+) -> OpenPlace | None:
+    """A place as the server sees it; None if it is not open, or its distribution not known."""
+    before = server.next_token(place.ids)
+    here = server.next_token([*place.ids, place.first])
+    if not is_open(before, place.first, here) or expected_of(here, sampling, noise) is None:
+        return None
+    return replace(place, chance=math.exp(before.logprobs[place.first]))
+
+
+def is_open(before: ScoredToken, first: int, here: ScoredToken) -> bool:
+    """Whether a token is nearly certain, and after it several are likely."""
+    chance = math.exp(max(here.logprobs.values()))
+    forced = math.exp(before.logprobs.get(first, -math.inf))
+    return forced >= FORCED and LEAST_OPEN <= chance <= MOST_OPEN
+
+
 def open_places(
-    answers: Sequence[ServerAnswer], scored: Sequence[dict[int, ScoredToken]], most: int
+    answers: Sequence[ServerAnswer], scored: Sequence[dict[int, ScoredToken]]
 ) -> list[OpenPlace]:
-    """The places that are most open, one of each answer, of greedy answers with what is said of
-    their tokens."""
+    """The open places, one of each answer, from the most open one on, of greedy answers with what
+    is said of their tokens."""
     found = list[tuple[float, OpenPlace]]()
     for answer, places in zip(answers, scored, strict=True):
         options = []
         for i, here in places.items():
             before = places.get(i - 1)
-            if before is None:
+            first = answer.output_ids[i - 1]
+            if before is None or not is_open(before, first, here):
                 continue
-            forced = math.exp(before.logprobs.get(answer.output_ids[i - 1], -math.inf))
-            chance = math.exp(max(here.logprobs.values()))
-            if forced >= FORCED and LEAST_OPEN <= chance <= MOST_OPEN:
-                ids = tuple(answer.text_ids[: len(answer.prompt_ids) + i - 1])
-                place = OpenPlace(ids, answer.output_ids[i - 1], forced)
-                options.append((forced * (1 - abs(chance - 0.4)), place))
+            likely = sorted(here.logprobs, key=lambda token: -here.logprobs[token])
+            ids = tuple(answer.text_ids[: len(answer.prompt_ids) + i - 1])
+            forced = math.exp(before.logprobs[first])
+            chance = math.exp(here.logprobs[likely[0]])
+            place = OpenPlace(ids, first, forced, likely[1])
+            options.append((forced * (1 - abs(chance - 0.4)), place))
         if options:
             found.append(max(options, key=lambda option: option[0]))
     found.sort(key=lambda option: -option[0])
-    return [place for _, place in found[:most]]
+    return [place for _, place in found]
 
 
 def draws_needed(places: Sequence[OpenPlace], total_variation: float) -> list[tuple[int, int]]:

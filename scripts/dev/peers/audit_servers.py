@@ -82,7 +82,7 @@ class ServerSettings:
         return cls(
             kind=kind,
             slots=draws.choice([1, 2, 4]),
-            draft_len=draws.choice([2, 3, 4, 6]),
+            draft_len=draws.choice([3, 4, 6]),
             float32_cache=kind.startswith(LLAMA) and draws.random() < 0.5,
         )
 
@@ -106,8 +106,8 @@ class AuditSettings:
         temperatures = draws.choice([(1.0, 0.6), (1.0, 0.8), (0.7, 1.0), (1.0,)])
         has_top_k = draws.random() < 0.2
         return cls(
-            context=draws.choice([(64,), (100,), (128,), (48, 112)]),
-            gen_len=draws.choice([24, 32, 40]),
+            context=draws.choice([(48,), (64,), (100,), (40, 80)]),
+            gen_len=draws.choice([20, 24, 32]),
             num_requests=draws.choice([6, 8]),
             temperatures=temperatures,
             top_k=draws.choice([5, 10]) if has_top_k else 0,
@@ -158,7 +158,7 @@ def vllm_words(settings: ServerSettings, asked: argparse.Namespace, method: str)
         *(str(asked.vllm_python), str(SCRIPTS / "vllm_server.py"), "--mended"),
         *(str(asked.checkpoint), "--port", PORT, "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", str(CONTEXT), "--max-num-seqs", str(max(2, settings.slots))),
-        *("--per-request-spec-decode-metrics", "detailed"),
+        *("--per-request-spec-decode-metrics", "detailed", "--enable-prompt-tokens-details"),
         *("--speculative-config", json.dumps(config)),
     ]
 

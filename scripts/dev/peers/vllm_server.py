@@ -20,6 +20,16 @@ from typing import Any
 
 MENDED = "--mended"
 VARIABLE = "VLLM_SERVER_MENDED"  # in the environment of all processes of a server
+# Of a small model on a machine that others use: threads that spin for each other, or for another
+# process, take ten times as long there.
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker is in the engine's process
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def expand(
@@ -52,8 +62,8 @@ def main() -> None:
         words = words[1:]
         os.environ[VARIABLE] = "1"
         mend()
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
     sys.argv = ["vllm", "--model", *words, "--host", "127.0.0.1"]
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
