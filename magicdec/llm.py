@@ -32,7 +32,6 @@ from magicdec.records.acceptance import AcceptanceMetrics, Verifications, accept
 from magicdec.runner.request import Moves, NotFinite, Request, RequestStatus, StepOutput
 from magicdec.runner.sampling.sampling import make_params
 from magicdec.runner.step_plan import PREFILL_TOKENS, BatchLimits, StepPlan
-from magicdec.setup.eagle_checks import check_prefixes
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
 from magicdec.setup.memory_check import (
     MemoryBudget,
@@ -128,8 +127,6 @@ class LLM:
         _, self.tokenizer = check_models(run, cache)
         self.model = run.source.config
         self.is_random = run.is_random  # random weights have no acceptance
-        if prefix_cache:
-            check_prefixes("prefix_cache", run.config)
         self._engine, self._decoder = make_engine(run, self.max_tokens, prefill_tokens, sizes)
         self._num_requests = 0
         self._error: NotFinite | None = None

@@ -265,6 +265,7 @@ def make_draft(
     group: Group = Group((0,), 0),
     source: int = 0,
     max_following: int | None = None,
+    shares_prefixes: bool = False,
 ) -> DraftModel:
     """A standalone draft on the ranks of `group`, of which the target's `source`-th tells the
     others; small chunks and blocks, so that short texts cross them."""
@@ -272,12 +273,25 @@ def make_draft(
     rows = (num_rows, max_tokens)
     place = model, backend or GroupedBackend(), group
     if not isinstance(policy, StreamingLLM):
-        runner = ModelRunner(*place, *rows, max_following=max_following)
+        runner = ModelRunner(
+            *place,
+            *rows,
+            max_following=max_following,
+            block_tokens=block_size if shares_prefixes else None,
+            shares_prefixes=shares_prefixes,
+        )
         return DraftModel(runner, source, chunk)
     rewound = MOST_REWOUND if model.config.eagle is None else max_drafts + 1
     tail = max(chunk, rewound) + max_drafts
     runner = RollingRunner(
-        *place, *rows, policy, max_tail=tail, block_size=block_size, most_rewound=rewound
+        *place,
+        *rows,
+        policy,
+        shares_prefixes=shares_prefixes,
+        max_tail=tail,
+        block_size=block_size,
+        most_rewound=rewound,
+        chunk=chunk,
     )
     return DraftModel(runner, source, chunk, is_rolling=True)
 

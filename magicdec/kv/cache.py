@@ -124,6 +124,10 @@ class KVCache(KVPool):
             for pool in (self.k, self.v):
                 pool.index_fill_(1, index, 0)
 
+    def reserve(self, count: int) -> list[int]:
+        """Blocks that no row is given."""
+        return [self._free.pop() for _ in range(count)]
+
     @property
     def num_free(self) -> int:
         return len(self._free)

@@ -17,7 +17,7 @@ from torch import Tensor
 from magicdec.kv.cache import KVCache
 from magicdec.kv.layer_views import LayerWindows
 from magicdec.kv.pool import CacheShape
-from magicdec.kv.prefix_cache import Beginning, PrefixCache
+from magicdec.kv.prefix_cache import Beginning, CachedText, PrefixCache
 
 WINDOW_BLOCK = 64  # tokens of a block, unless a backend needs more: little is held past the window
 FORK_BLOCK = 16  # the same of rows that fork, each of which copies a block
@@ -178,7 +178,12 @@ class LayerCaches:
             if held is None:
                 cache.allocate(row, num_tokens)
 
-    def release(self, row: int, text: Sequence[int] = ()) -> None:
+    def reserve(self, count: int) -> list[int]:
+        """Blocks that no row is given, the same in all caches."""
+        reserved = [cache.reserve(count) for cache in self.distinct]
+        return reserved[0]
+
+    def release(self, row: int, text: CachedText = ()) -> None:
         """Empty `row`. Blocks of `text`, the tokens that it has computed, stay for rows whose texts
         begin alike."""
         kept: set[int] = set()
@@ -216,12 +221,14 @@ class LayerCaches:
         self.distinct[0].advance([row], beginning.num_copied)
         self.prefixes.copied(row)
 
-    def begin(self, row: int, text: Sequence[int], num_tokens: int) -> int:
+    def begin(self, row: int, text: CachedText, num_tokens: int, step: int = 1) -> int:
         """Give an empty row what `prefixes` has of `text`, and room for `num_tokens`. Returns the
-        tokens that it has, fewer than `text`."""
+        tokens that it has, fewer than `text`; with a `step`, a multiple of it in whole blocks."""
         assert self.prefixes is not None, "asked of caches that share"
         first = self.distinct[0]
         beginning = self.prefixes.find(text)
+        if step > 1:
+            beginning = beginning.in_multiples_of(step)
         num_new = -(-num_tokens // first.shape.block_size) - len(beginning.path)
         num_free = first.num_free + len(self.prefixes)
         beginning = beginning.that_fits(num_free - beginning.num_idle - num_new)
@@ -231,7 +238,7 @@ class LayerCaches:
         self.copy_beginning(row, beginning)
         return first.lengths[row]
 
-    def keep(self, row: int, text: Sequence[int]) -> None:
+    def keep(self, row: int, text: CachedText) -> None:
         """Let other rows begin with the blocks of `row`, which holds the tokens of `text`."""
         if self.prefixes is not None:
             first = self.distinct[0]

@@ -46,6 +46,8 @@ class KVPool:
         for tensor in (self.k, self.v):
             use_huge_pages(tensor)
             tensor.zero_()
+        # What else is kept of the tokens of each block, [num_blocks, block_size, ...].
+        self.attached = list[Tensor]()
 
     @property
     def num_bytes(self) -> int:
@@ -86,9 +88,11 @@ class KVPool:
         layout.write_values(self.v, target, source_layout.read_values(other.v, source))
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copy all layers' K and V of a block to another, in any layout."""
+        """Copy all layers' K and V of a block to another, in any layout, and what is attached."""
         for pool in (self.k, self.v):
             pool[:, target].copy_(pool[:, source])
+        for tensor in self.attached:
+            tensor[target].copy_(tensor[source])
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of K and V at `slots` [B, G, N]: two [B, G, N, D]."""

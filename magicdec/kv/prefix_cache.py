@@ -13,9 +13,13 @@ of TensorRT-LLM. Imports no torch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from operator import ne
+
+CachedText = Sequence[Hashable]
+"""Token ids, or that from which each entry of a cache follows beside the entries before it."""
 
 LEAST_COPIED = 16  # tokens; fewer are computed as fast as they are copied
 
@@ -24,10 +28,10 @@ LEAST_COPIED = 16  # tokens; fewer are computed as fast as they are copied
 class TextBlock:
     """A block, complete but for the last of a text. Rows that hold it also hold those before it."""
 
-    tokens: tuple[int, ...]
+    tokens: tuple[Hashable, ...]
     block: int
     before: TextBlock | None
-    after: dict[tuple[int, ...], TextBlock] = field(default_factory=dict)
+    after: dict[tuple[Hashable, ...], TextBlock] = field(default_factory=dict)
     num_rows: int = 0
 
 
@@ -48,6 +52,12 @@ class Beginning:
     def num_idle(self) -> int:
         """Blocks of the path that no row holds."""
         return sum(not node.num_rows for node in self.path)
+
+    def in_multiples_of(self, num_tokens: int) -> Beginning:
+        """As many whole blocks of it as have a multiple of `num_tokens`, without a copy."""
+        ends = accumulate(len(node.tokens) for node in self.path)
+        whole = [number for number, end in enumerate(ends, 1) if end % num_tokens == 0]
+        return Beginning(self.path[: max(whole, default=0)])
 
     def that_fits(self, num_spare: int) -> Beginning:
         """Without the copy if its source, which is there until then, needs a block that is not
@@ -75,7 +85,7 @@ class PrefixCache:
         """Blocks that no row holds."""
         return len(self._idle)
 
-    def find(self, text: Sequence[int]) -> Beginning:
+    def find(self, text: CachedText) -> Beginning:
         """The longest beginning of `text` that leaves at least one token of it, which has to be
         computed. Nobody holds it before `adopt`."""
         path = list[TextBlock]()
@@ -117,7 +127,7 @@ class PrefixCache:
         no_more = (min(count, node.num_rows - 1) for node, count in gone.items())
         return self._num_repeated - sum(no_more)
 
-    def keep(self, row: int, text: Sequence[int], blocks: Sequence[int]) -> None:
+    def keep(self, row: int, text: CachedText, blocks: Sequence[int]) -> None:
         """Let others find the `blocks` of `row` that `text`, its cached tokens, fills, up to the
         first that another row has computed too."""
         path = self._paths.setdefault(row, [])
@@ -132,7 +142,7 @@ class PrefixCache:
         self._hold(new)
         path += new
 
-    def leave(self, row: int, text: Sequence[int], blocks: Sequence[int]) -> set[int]:
+    def leave(self, row: int, text: CachedText, blocks: Sequence[int]) -> set[int]:
         """Let go of a row with the cached tokens `text`. Returns those of its `blocks` that stay
         here for other texts."""
         path = self._paths.pop(row, [])
@@ -185,10 +195,10 @@ class PrefixCache:
         else:
             self._idle[node] = None
 
-    def _tokens(self, text: Sequence[int], at: int) -> tuple[int, ...]:
+    def _tokens(self, text: CachedText, at: int) -> tuple[Hashable, ...]:
         return tuple(text[at * self.block_size : (at + 1) * self.block_size])
 
-    def _add(self, before: TextBlock, tokens: tuple[int, ...], block: int) -> TextBlock:
+    def _add(self, before: TextBlock, tokens: tuple[Hashable, ...], block: int) -> TextBlock:
         """A new node, in place of those that have only the beginning of its tokens."""
         shorter = [
             child for child in before.after.values() if tokens[: len(child.tokens)] == child.tokens
@@ -204,7 +214,7 @@ class PrefixCache:
             node.num_rows += 1
 
 
-def num_common(one: Sequence[int], other: Sequence[int]) -> int:
+def num_common(one: CachedText, other: CachedText) -> int:
     """Tokens with which both begin."""
     differ = map(ne, one, other)
     return next((at for at, is_other in enumerate(differ) if is_other), min(len(one), len(other)))

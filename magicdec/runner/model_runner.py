@@ -23,6 +23,7 @@ from magicdec.kv.kernel_view import make_kernel_view
 from magicdec.kv.layer_caches import Forks, LayerCaches, Storage, WindowRoom, storages_of
 from magicdec.kv.layer_views import LayerViews, LayerWindows
 from magicdec.kv.pool import CacheShape
+from magicdec.kv.prefix_cache import CachedText
 from magicdec.kv.view import FULL, KVView, Visible, make_view
 from magicdec.model.transformer import Transformer
 from magicdec.runner.forward_batch import (
@@ -229,12 +230,25 @@ class ModelRunner:
     def allocate(self, row: int) -> None:
         self.caches.allocate(row, self.max_tokens)
 
+    def begin(self, row: int, text: CachedText, num_tokens: int) -> int:
+        """Give an empty row room for `num_tokens` of a text, or for the longest, and what others
+        have left of it. Returns how many tokens these are, fewer than the text's."""
+        if self.shares_prefixes:
+            return self.caches.begin(row, text, min(num_tokens, self.max_tokens))
+        self.allocate(row)
+        return 0
+
+    def keep(self, row: int, text: CachedText) -> None:
+        """Let other rows begin with the blocks of `row`, which holds the tokens of `text`."""
+        self.caches.keep(row, text)
+
     def fork(self, row: int, source: int, length: int) -> None:
         """Let an empty row of `forks` begin with the first `length` tokens of `source`."""
         assert self.forks is not None and row >= self.num_texts > source, "forks are the last rows"
         self.caches.fork(row, source, length, length + self.forks.num_tokens)
 
-    def release(self, row: int, text: Sequence[int] = ()) -> None:
+    def release(self, row: int, text: CachedText = ()) -> None:
+        """Empty a row. What it has computed of `text` stays for others, if they share prefixes."""
         self.caches.release(row, text)
 
     @torch.inference_mode()

@@ -3,7 +3,6 @@ ValueError, one line naming the flags, before any process group starts."""
 
 from __future__ import annotations
 
-from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import EAGLE_PREFIX, MODEL_PREFIX
 from magicdec.model.checkpoint.source import ModelSource
@@ -112,12 +111,3 @@ def state_layers(run_config: RunConfig, target: ModelSource, draft: ModelSource)
 def _eagle_of(draft: ModelSource) -> EagleConfig:
     assert draft.config.eagle is not None, "checked before"
     return draft.config.eagle
-
-
-def check_prefixes(flag: str, config: ResolvedConfig) -> None:
-    """Raise ValueError if a draft needs more of a prompt than a prefix cache has."""
-    if config.draft is not None and config.draft.state_layers:
-        raise ValueError(
-            f"{flag} keeps no hidden states of the target, which an EAGLE-3 head reads of every "
-            "token of a prompt; leave it out, or choose another draft"
-        )

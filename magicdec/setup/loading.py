@@ -166,8 +166,11 @@ def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
             plan.tokens,
             plan.rolling_rule,
             executor,
+            num_blocks=plan.num_blocks,
+            shares_prefixes=plan.shares_prefixes,
             max_tail=plan.tail,
             most_rewound=plan.most_rewound,
+            chunk=plan.config.attention.prefill_chunk,
         )
     runner = ModelRunner(
         model,

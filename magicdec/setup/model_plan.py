@@ -24,7 +24,12 @@ from magicdec.model.linear.packed import WIDTH
 from magicdec.names import NARROW, PACKED, STORED
 from magicdec.runner.device_batch import NEWEST
 from magicdec.speculation.policies.policy import make_policy
-from magicdec.speculation.rolling_runner import BLOCK_SIZE, MOST_REWOUND, blocks_held
+from magicdec.speculation.rolling_runner import (
+    BLOCK_SIZE,
+    MOST_REWOUND,
+    blocks_held,
+    rolling_storage,
+)
 
 
 def max_tokens(config: ResolvedConfig) -> int:
@@ -163,7 +168,7 @@ class ModelPlan:
 
     @property
     def rolling_rule(self) -> SinksAndWindow | None:
-        """The rule of a cache that forgets; None if it keeps everything."""
+        """The rule of a cache that forgets, unless texts share what it has; None of any other."""
         policy = make_policy(self.config.kv)
         if not (self.is_draft and policy.can_roll):
             return None
@@ -199,7 +204,9 @@ class ModelPlan:
         """Of a cache whose size was asked for."""
         if self.cache_tokens is None:
             return None
-        size = backend_class(self.backend)().block_size(self.block_tokens or self.tokens)
+        size = BLOCK_SIZE
+        if self.rolling_rule is None:
+            size = backend_class(self.backend)().block_size(self.block_tokens or self.tokens)
         asked = -(-self.cache_tokens // size)
         if self.is_draft:  # whose blocks no scheduler counts: every row has room to its end
             return max(asked, self.num_rows * -(-self.tokens // size))
@@ -216,8 +223,8 @@ class ModelPlan:
 
     def beside(self, target: ModelPlan) -> ModelPlan:
         """This plan of a draft, which shares prefixes as `target` does, in a cache as large as
-        the target's or larger. A cache that forgets has no blocks of whole texts to share."""
-        if not target.shares_prefixes or self.rolling_rule is not None:
+        the target's or larger."""
+        if not target.shares_prefixes:
             return self
         return replace(
             self,
@@ -228,13 +235,13 @@ class ModelPlan:
 
     def storages(self) -> list[Storage]:
         """Of the layers with each of the `windows`."""
-        if self.rolling_rule is not None:
-            num_blocks = blocks_held(
-                self.tokens, self.rolling_rule, self.tail, most_rewound=self.most_rewound
-            )
-            per_row = -(-self.tokens // BLOCK_SIZE)
-            held = Storage(BLOCK_SIZE, per_row, self.num_rows * num_blocks)
-            return [held] * len(self.windows.distinct)
+        rule = self.rolling_rule
+        if rule is not None:
+            held = None
+            if not self.shares_prefixes:
+                held = blocks_held(self.tokens, rule, self.tail, most_rewound=self.most_rewound)
+            storage = rolling_storage(self.num_rows, self.tokens, rule, held, self.num_blocks)
+            return [storage] * len(self.windows.distinct)
         return storages_of(
             self.windows.distinct,
             self.window_room,
@@ -362,6 +369,8 @@ class ModelPlan:
         if not numbers:
             return 0
         bytes_per_token = numbers * DTYPE_BYTES[self.config.model.dtype] + 8
+        if self.shares_prefixes:
+            return self.storages()[0].num_tokens * bytes_per_token
         num_rows = self.config.capacity.rows + (self.forks is not None)
         return num_rows * self.tokens * bytes_per_token
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.kv.cache import BatchRows, Lengths
+from magicdec.kv.prefix_cache import CachedText
 from magicdec.names import DRAFTERS, load_named
 from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.forward_batch import ForwardObserver
@@ -149,15 +150,43 @@ def fork_rows(runner: ModelRunner, forks: Sequence[Request], texts: Sequence[Req
 
 class StandaloneDrafter(Drafter):
     """A drafter with a model, and a KV cache of its own, on some of the target's ranks. The others
-    only receive its tokens."""
+    only receive its tokens.
 
-    def __init__(self, target: ModelRunner, draft: DraftModel, kv: KVSection, pa: float) -> None:
+    If its cache shares prefixes, a text begins with the blocks that this has, whatever the target's
+    has of it, and those that it has computed stay for others."""
+
+    def __init__(
+        self, target: ModelRunner, draft: DraftModel, kv: KVSection, pa: float, max_gamma: int
+    ) -> None:
         self.target = target
         self.draft = draft
         self.pa = pa
+        self.max_gamma = max_gamma
+        self._admitted: dict[int, tuple[Request, int]] = {}  # by row, with the tokens it had then
         self.vocab_size = target.model.config.vocab_size
         self.draft_kv = None if draft.runner is None else make_draft_kv(draft.runner, kv)
         self.can_capture = not draft.is_rolling
+
+    def begin(self, runner: ModelRunner, request: Request) -> int:
+        """Empty the row of a request, and give it room and what the cache has of its text. Returns
+        how many of the text's entries these are."""
+        row = request.row
+        assert row is not None, "an admitted request has a row"
+        runner.release(row)
+        self._admitted[row] = request, request.num_cached
+        # No more than the request can need: other blocks keep other texts.
+        most = len(request.prompt_ids) + request.sampling.max_new_tokens + self.max_gamma
+        return runner.begin(row, self.entries_of(request.cached_ids), most)
+
+    def entries_of(self, text: Sequence[int]) -> CachedText:
+        """That from which the entries of the draft's cache for a text follow, one for each. Of
+        texts with the same first ones these entries are the same."""
+        return text
+
+    def keep(self, runner: ModelRunner, request: Request) -> None:
+        """Let others begin with what was computed of the text of a request that is admitted."""
+        assert request.row is not None, "an admitted request has a row"
+        runner.keep(request.row, self.entries_of(request.cached_ids))
 
     def fork(self, forks: Sequence[Request], texts: Sequence[Request]) -> None:
         if self.draft_kv is not None and self.draft.runner is not None:
@@ -165,14 +194,19 @@ class StandaloneDrafter(Drafter):
             self.draft_kv.fork(forks, texts)
 
     def release(self, rows: Sequence[int]) -> None:
-        if self.draft_kv is not None and self.draft.runner is not None:
-            self.draft_kv.release(rows)
-            for row in rows:
-                self.draft.runner.release(row, self.text_of(row))
-
-    def text_of(self, row: int) -> Sequence[int]:
-        """The text of a row that is released, for others to begin with; () if none can."""
-        return ()
+        runner = self.draft.runner
+        if self.draft_kv is None or runner is None:
+            return
+        self.draft_kv.release(rows)
+        for row in rows:
+            if not runner.shares_prefixes:
+                runner.release(row)
+                continue
+            request, num_admitted = self._admitted.pop(row)
+            text = (*request.prompt_ids, *request.output_ids)
+            if self.draft.is_rolling:  # what steps have added follows from the steps too
+                text = text[:num_admitted]
+            runner.release(row, self.entries_of(text))
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
         """Forget rejected drafts. The policy's `commit` would copy K and V from the target."""

@@ -10,12 +10,14 @@ from its own output is dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from magicdec.config.sections import KVSection
 from magicdec.kv.cache import BatchRows, Lengths
+from magicdec.kv.prefix_cache import CachedText
 from magicdec.model.eagle import EagleHead
 from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.forward_batch import ForwardBatch
@@ -42,14 +44,9 @@ class EagleDrafter(StandaloneDrafter):
     """A drafter with a head. The slots of drafts are dropped when these are proposed."""
 
     def __init__(
-        self,
-        target: ModelRunner,
-        draft: DraftModel,
-        kv: KVSection,
-        max_gamma: int,
-        pa: float = 0.0,
+        self, target: ModelRunner, draft: DraftModel, kv: KVSection, pa: float, max_gamma: int
     ) -> None:
-        super().__init__(target, draft, kv, pa)
+        super().__init__(target, draft, kv, pa, max_gamma)
         # A step commits at most the last of these; few, because each is captured on a GPU.
         self.pending = tuple(sorted({1, 2, max_gamma + 1}))
 
@@ -57,7 +54,7 @@ class EagleDrafter(StandaloneDrafter):
     def build(cls, setup: DraftSetup) -> EagleDrafter:
         assert setup.draft is not None, "a run with this drafter has a head"
         decoding = setup.decoding
-        return cls(setup.runner, setup.draft, setup.kv, decoding.max_gamma, decoding.pa or 0.0)
+        return cls(setup.runner, setup.draft, setup.kv, decoding.pa or 0.0, decoding.max_gamma)
 
     @property
     def head(self) -> EagleHead:
@@ -77,11 +74,15 @@ class EagleDrafter(StandaloneDrafter):
         if self.draft_kv is None or runner is None:
             return
         for request in requests:
+            num_shared = self.begin(runner, request)
             assert request.row is not None, "an admitted request has a row"
-            runner.release(request.row)
-            runner.allocate(request.row)
-            self._fill(self.draft_kv, request.row, 0, self.target.cache.lengths[request.row] - 1)
+            self._fill(self.draft_kv, request.row, num_shared, request.num_cached - 1)
+            self.keep(runner, request)
         self.draft_kv.admit(requests)
+
+    def entries_of(self, text: Sequence[int]) -> CachedText:
+        """A slot for each token but the last, with the one after it."""
+        return tuple(pairwise(text))
 
     def fork(self, forks: Sequence[Request], texts: Sequence[Request]) -> None:
         super().fork(forks, texts)

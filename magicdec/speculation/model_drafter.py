@@ -14,10 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from magicdec.config.sections import KVSection
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.runner.device_batch import NEWEST, DeviceBatch, last_tokens
-from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.prefill import prefill
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import Proposal
@@ -25,7 +23,6 @@ from magicdec.runner.step_plan import PrefillChunk
 from magicdec.speculation.draft_kv import DraftKV, draft_chain
 from magicdec.speculation.drafter import (
     Drafter,
-    DraftModel,
     DraftSetup,
     DraftShape,
     StandaloneDrafter,
@@ -104,22 +101,11 @@ class SelfDrafter(Drafter):
 
 
 class ModelDrafter(StandaloneDrafter):
-    """A drafter with a smaller model.
-
-    If the draft's cache shares prefixes, a text begins with the blocks that it has, whether the
-    target's has them or not, and those that it has computed stay for others. Which policies can
-    share: see `ModelPlan.beside`."""
+    """A drafter with a smaller model."""
 
     # The draft's cache always lacks a row's newest token. If all drafts of the last step were
     # accepted, it lacks the last draft too, because no draft forward has taken it.
     pending = tuple(range(1, NEWEST + 1))
-
-    def __init__(
-        self, target: ModelRunner, draft: DraftModel, kv: KVSection, pa: float, max_gamma: int
-    ) -> None:
-        super().__init__(target, draft, kv, pa)
-        self.max_gamma = max_gamma
-        self._requests: dict[int, Request] = {}  # by row
 
     @classmethod
     def build(cls, setup: DraftSetup) -> ModelDrafter:
@@ -131,34 +117,14 @@ class ModelDrafter(StandaloneDrafter):
         runner = self.draft.runner
         if self.draft_kv is None or runner is None:
             return
-        parts = [self._begin(runner, part) for part in PrefillChunk.whole(requests)]
+        parts = list[PrefillChunk]()
+        for part in PrefillChunk.whole(requests):
+            num_shared = self.begin(runner, part.request)
+            parts.append(replace(part, start=num_shared, num_shared=num_shared))
         prefill(runner, parts, self.draft.prefill_chunk)
-        for part in parts:
-            runner.caches.keep(part.row, part.request.cached_ids)
+        for request in requests:
+            self.keep(runner, request)
         self.draft_kv.admit(requests)
-
-    def _begin(self, runner: ModelRunner, whole: PrefillChunk) -> PrefillChunk:
-        """Empty a row for a text, and give it room. Returns what it has to prefill."""
-        request = whole.request
-        row = whole.row
-        runner.release(row)
-        self._requests[row] = request
-        if not runner.shares_prefixes:
-            runner.allocate(row)
-            return whole
-        # No more than the request can need: other blocks keep other texts.
-        most = len(request.prompt_ids) + request.sampling.max_new_tokens + self.max_gamma
-        num_tokens = min(most, runner.max_tokens)
-        num_shared = runner.caches.begin(row, request.cached_ids, num_tokens)
-        return replace(whole, start=num_shared, num_shared=num_shared)
-
-    def fork(self, forks: Sequence[Request], texts: Sequence[Request]) -> None:
-        super().fork(forks, texts)
-        self._requests |= {request.row: request for request in forks if request.row is not None}
-
-    def text_of(self, row: int) -> Sequence[int]:
-        request = self._requests.pop(row)
-        return (*request.prompt_ids, *request.output_ids)
 
     def prepare(self, requests: Sequence[Request], gamma: int) -> int:
         """Append the tokens that the draft's cache lacks after steps without drafts, except the

@@ -21,6 +21,7 @@ from conftest import (
     random_prompts,
     tiny_transformer,
 )
+from eagle_heads import FITTED
 from fake_clock import VirtualClock
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,27 +34,31 @@ from test_in_flight import (
     PACKED,
     RandomLength,
     draw_backend,
+    head,
 )
 from test_stale_kv import spoiled
 from test_window_blocks import model_of
 
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.config.sections import NAMED, DecodingSection, KVSection
 from magicdec.engine.engine import Engine
 from magicdec.engine.scheduler import StepCounts
 from magicdec.kv import prefix_cache
 from magicdec.kv.prefix_cache import PrefixCache
 from magicdec.model.transformer import Transformer
+from magicdec.names import EAGLE, NGRAM_AND
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
 from magicdec.runner.observers.draft_log import DraftLog
+from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.runner.prefill import prefill
 from magicdec.runner.request import Request, RequestStatus, StepOutput
 from magicdec.runner.step_plan import BatchLimits, PrefillChunk, StepPlan
 from magicdec.speculation import model_drafter
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import keep_queries
+from magicdec.speculation.rolling_runner import RollingRunner
 from magicdec.speculation.steps.recorder import Eager
 from magicdec.speculation.steps.strategy import Setup, make_strategy
 
@@ -68,8 +73,11 @@ DRAFTS = [
     ("model", FULL),
     ("model", KVSection("snapkv", 12, window_size=5)),
     ("model", KVSection("streaming_llm", 12, 4)),
+    ("eagle", FULL),
+    ("eagle", KVSection("streaming_llm", 12, 4)),
 ]
 IDS = ["none", "streaming_llm", "snapkv", "verified", "retrieval", "model", "model snapkv", "rolls"]
+IDS += ["head", "head rolls"]
 lone_outputs: dict[tuple[object, ...], list[int]] = {}
 
 
@@ -149,20 +157,28 @@ def similar(is_native: bool) -> Transformer:
 
 
 def draft_for(
-    runner: ModelRunner, kv: KVSection, most_tokens: int, shares: bool = True
+    runner: ModelRunner, drafter: str, kv: KVSection, most_tokens: int, shares: bool = True
 ) -> DraftModel:
-    """A draft model beside `runner`, whose rows share blocks as far as its policy can."""
+    """A draft model or head beside `runner`, whose rows share blocks."""
     is_native = runner.executor is not None
-    model = similar(is_native)
-    backend = NativeBackend() if is_native else None
-    following = MOST_NEW + MOST_DRAFTS + OBSERVED
+    has_head = drafter.endswith(EAGLE)
+    model = head() if has_head else similar(is_native)
     draft = make_draft(
-        model, kv, runner.num_rows, most_tokens, backend, chunk=8, max_following=following
+        model,
+        kv,
+        runner.num_rows,
+        most_tokens,
+        NativeBackend() if is_native and not has_head else None,
+        chunk=8,
+        max_drafts=MOST_DRAFTS,
+        max_following=MOST_NEW + MOST_DRAFTS + OBSERVED,
+        shares_prefixes=shares,
     )
-    if draft.is_rolling or draft.runner is None:
+    if has_head:
+        runner.observers.append(HiddenStates.of(runner, FITTED.capture))
+    if draft.is_rolling or draft.runner is None or has_head or not is_native:
         return draft
-    executor = Executor(model, runner.group) if is_native else None
-    own = replace(draft.runner, executor=executor, shares_prefixes=shares, block_tokens=8)
+    own = replace(draft.runner, executor=Executor(model, runner.group))
     return replace(draft, runner=own)
 
 
@@ -219,8 +235,8 @@ def serve(
     `outputs`. Returns how often things happened."""
     seen = Counter[str]()
     draft = own = None
-    if drafter == "model":
-        draft = draft_for(runner, kv, talk.most_tokens, shares)
+    if drafter is not None and drafter.removeprefix(NGRAM_AND) in NAMED:
+        draft = draft_for(runner, drafter, kv, talk.most_tokens, shares)
         own = draft.runner
         assert own is not None, "this rank drafts"
         own.set_observer(DraftLog, runner.observer(DraftLog))
@@ -300,6 +316,8 @@ def check_books(runner: ModelRunner, found: Collection[int] = ()) -> None:
     prefixes = runner.caches.prefixes
     assert prefixes is not None
     in_rows = {block for blocks in cache.blocks for block in blocks} | set(found)
+    if isinstance(runner, RollingRunner):
+        in_rows |= {block for blocks in runner._own_blocks for block in blocks}
     idle = {node.block for node in prefixes._idle}
     free = set(cache._free)
     assert len(free) == len(cache._free) and len(idle) == len(prefixes)
@@ -383,7 +401,7 @@ def test_a_draft_model_prefills_what_it_does_not_share(monkeypatch: pytest.Monke
     beginning, *questions = random_prompts([30, 7, 9, 5, 6], 97, seed=5)
     runner = make_runner(MODEL, 1, 160, SDPABackend(8))
     runner = replace(runner, block_tokens=8, num_blocks=60, shares_prefixes=True)
-    draft = draft_for(runner, FULL, 160)
+    draft = draft_for(runner, "model", FULL, 160)
     own = draft.runner
     assert own is not None
     left = list[tuple[int, ...]]()

@@ -52,8 +52,11 @@ def spoiled() -> Iterator[None]:
     give_back = KVCache.give_back
 
     def spoil(cache: KVCache, blocks: list[int]) -> None:
+        gone = [block for block in blocks if block != EVICTED]
         for pool in (cache.k, cache.v):
-            pool[:, [block for block in blocks if block != EVICTED]] = float("nan")
+            pool[:, gone] = float("nan")
+        for tensor in cache.attached:
+            tensor[gone] = float("nan") if tensor.is_floating_point() else -1
 
     def make(cache: KVCache, *args: Any, **named: Any) -> None:
         init(cache, *args, **named)

@@ -368,15 +368,23 @@ def test_names_of_other_programs_are_the_same_head(tmp_path: Path) -> None:
         assert torch.equal(first.weights.read(name), second.weights.read(name)), name
 
 
+@pytest.mark.parametrize("shares", [False, True], ids=["alone", "prefixes shared"])
 @pytest.mark.parametrize("budget", [-1, 257])
-def test_the_plan_has_the_bytes_of_a_head_its_cache_and_its_states(budget: int) -> None:
+def test_the_plan_has_the_bytes_of_a_head_its_cache_and_its_states(
+    budget: int, shares: bool
+) -> None:
     run_config = RunConfig(kv=KVSection(budget=budget)).with_draft("eagle:demo-eagle")
     run = find(run_config, Launch(0, 1, 0, 1), SetupCache())
     target_plan, head_plan = model_plans_of(run.config, run.models, 0)
+    if shares:
+        target_plan = replace(
+            target_plan, block_tokens=16, cache_tokens=50_000, shares_prefixes=True
+        )
+        head_plan = head_plan.beside(target_plan)
     models = LoadedModels(torch.device("cpu"), Silent())
     alone = Group((0,), 0)
     runner = make_runner(target_plan, run.source, alone, models)
-    draft = make_draft(run, ParallelGroups(0, 1, alone, draft=alone), models)
+    draft = make_draft(run, ParallelGroups(0, 1, alone, draft=alone), models, target=target_plan)
     states = runner.observer(HiddenStates)
     assert draft is not None and draft.runner is not None and states is not None
     parameters = draft.runner.model.named_parameters()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, TINY, random_prompts
+from eagle_heads import FITTED, write_head
 
 import magicdec.llm
 from magicdec import LLM
@@ -60,10 +61,15 @@ def test_requests_emit_the_tokens_of_their_lone_runs(
 
 
 def test_a_second_turn_computes_what_is_new(
-    expected: list[list[int]], tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    expected: list[list[int]],
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All of the first turn, with its answer, is found, by a draft model too: its whole blocks, and
-    a copy of a part of the last."""
+    a copy of a part of the last. A head lacks the slot of the last token, which depends on the next
+    one."""
+    write_head(tmp_path, replace(TINY, vocab_size=2051), FITTED)
     begun = list[int]()
     begin = LayerCaches.begin
 
@@ -74,17 +80,17 @@ def test_a_second_turn_computes_what_is_new(
     monkeypatch.setattr(LayerCaches, "begin", recorded)
     texts = [PROMPTS[1], (*PROMPTS[1], *expected[1][:90], *PROMPTS[0])]
     answers = list[list[int]]()
-    for draft in ("none", "self", f"model:{tiny_checkpoint}"):
+    for draft in ("none", "self", f"model:{tiny_checkpoint}", f"eagle:{tmp_path}"):
         sharing = {} if draft == "none" else {"prefix_cache": True, "block_tokens": 16}
-        kv = KVSection("full" if draft.startswith("model:") else "streaming_llm")
+        kv = KVSection("full" if ":" in draft else "streaming_llm")
         llm = make_llm(tiny_checkpoint, draft=draft, kv=kv, **sharing)
         for text, count in zip(texts, (100, 20), strict=True):
             stream = llm.submit(text, count, ignore_eos=True)
             answers.append(list(stream))
-    assert answers[:2] == answers[2:4] == answers[4:]
+    assert answers[:2] == answers[2:4] == answers[4:6] == answers[6:]
     counts = llm._counts
     assert counts.num_found == 160 and counts.num_looked_up == 70 + 165
-    assert begun == [0, 160]
+    assert begun == [0, 160, 0, 159]
 
 
 def test_reading_runs_no_step(expected: list[list[int]], tiny_checkpoint: Path) -> None:

@@ -238,6 +238,8 @@ def test_caches_are_those_of_a_run(
         *((name, "") for name in ("pipeline", "pipeinfer")),
         ("inflight+draft", "--prefix_cache --block_tokens 16 --cache_tokens 4000"),
         ("inflight+draft", "--prefix_cache --block_tokens 16 --cache_tokens 40"),
+        ("inflight+draft", "--prefix_cache --kv_policy streaming_llm --budget 17"),
+        ("inflight+draft", "--prefix_cache --budget 17 --cache_tokens 4000"),
     ],
 )
 def test_what_a_mode_loads_is_what_was_planned(

@@ -24,7 +24,6 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.observers.draft_log import DraftLog
 from magicdec.runner.request import Request
 from magicdec.runner.step_plan import PREFILL_TOKENS, BatchLimits
-from magicdec.setup.eagle_checks import check_prefixes
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
 from magicdec.setup.memory_check import MemoryBudget, largest
 from magicdec.setup.memory_plan import model_plans_of
@@ -83,8 +82,6 @@ class Flover(ReplayingSystem):
         else:
             models = on_first_rank(models)
         self.settings.check_cache(max_tokens(models.config))
-        if self.settings.prefix_cache:
-            check_prefixes("--prefix_cache", models.config)
         self.run = self.complete(models, cache)
 
     @property

@@ -14,6 +14,7 @@ from faults import (
     mixtures,
     planned,
     plans,
+    prefixes,
     prompts,
     recomputed,
     records,
@@ -52,5 +53,6 @@ PROPERTIES = (
     *gguf_families.PROPERTIES,
     *prompts.PROPERTIES,
     *windows.PROPERTIES,
+    *prefixes.PROPERTIES,
     *recomputed.PROPERTIES,
 )

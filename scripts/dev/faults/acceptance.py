@@ -585,8 +585,8 @@ HEADS = (
     regression(
         "a head reads the states of the token before",
         "runner/observers/hidden_states.py",
-        "return self.values[self._texts[rows].unsqueeze(1), positions]",
-        "return self.values[self._texts[rows].unsqueeze(1), (positions - 1).clamp(min=0)]",
+        "return self.values[self._place(self._texts[rows], positions)]",
+        "return self.values[self._place(self._texts[rows], (positions - 1).clamp(min=0))]",
         "eagle:demo-eagle",
     ),
     regression(

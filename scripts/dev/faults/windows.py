@@ -8,6 +8,7 @@ CACHES = "kv/layer_caches.py"
 BLOCKS = "test_window_blocks.py::"
 PREFIXES = "kv/prefix_cache.py"
 DRAFTER = "speculation/model_drafter.py"
+DRAFTS = "speculation/drafter.py"
 SCHEDULER = "engine/scheduler.py"
 SHARED = "test_prefix_cache.py::"
 
@@ -165,8 +166,8 @@ PROPERTIES = (
             Fault(
                 "it computes what it has again",
                 DRAFTER,
-                "replace(whole, start=num_shared,",
-                "replace(whole, start=0,",
+                "replace(part, start=num_shared,",
+                "replace(part, start=0,",
             ),
         ),
     ),
@@ -230,21 +231,21 @@ PROPERTIES = (
         (
             Fault(
                 "what it has prefilled is not kept for others",
-                DRAFTER,
-                "return (*request.prompt_ids, *request.output_ids)",
-                "return ()",
+                DRAFTS,
+                "runner.release(row, self.entries_of(text))",
+                "runner.release(row)",
             ),
             Fault(
                 "prompts alone are kept",
-                DRAFTER,
-                "return (*request.prompt_ids, *request.output_ids)",
-                "return request.prompt_ids",
+                DRAFTS,
+                "text = (*request.prompt_ids, *request.output_ids)",
+                "text = request.prompt_ids",
             ),
             Fault(
                 "one token too few is taken for shared",
                 DRAFTER,
-                "num_shared = runner.caches.begin(row, request.cached_ids, num_tokens)",
-                "num_shared = runner.caches.begin(row, request.cached_ids, num_tokens) - 1",
+                "num_shared = self.begin(runner, part.request)",
+                "num_shared = self.begin(runner, part.request) - 1",
             ),
         ),
     ),
