@@ -57,6 +57,11 @@ ARRIVALS = {
     "uniform": "magicdec.workload.request_shapes:uniform",
     "poisson": "magicdec.workload.request_shapes:poisson",
 }
+# Forms of traces of sessions, each with the function that reads a file.
+TRACES = {
+    "weka": "magicdec.workload.traces.weka:read",
+    "mooncake": "magicdec.workload.traces.mooncake:read",
+}
 # The systems that serve requests, each with modes of its own.
 SYSTEMS = {
     "flover": "magicdec.systems.flover.declaration:FLOVER",

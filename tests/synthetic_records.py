@@ -500,7 +500,7 @@ def served(kind: str = STEPS, seed: int = 0, reference: PassRecord | None = None
     requests = [drawn_request(rng, number) for number in range(NUM_REQUESTS)]
     if kind == TURNS:
         for number, request in enumerate(requests):
-            request.turn = Turn(number // 3, number % 3 + 1, None, tuple)  # type: ignore[arg-type]
+            request.turn = Turn(number // 3, number % 3 + 1, (), tuple)  # type: ignore[arg-type]
     counts = drawn_moves(rng, requests, kind)
     is_external = kind in SERVER_KINDS
     is_drafting = kind != PLAIN

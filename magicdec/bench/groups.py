@@ -90,10 +90,15 @@ class ArrivingRequests:
         return "" if self.count == 1 else f"repeat {number + 1} of {self.count}"
 
     def num_tokens(self) -> int:
-        lengths = [shape.output_len for shape in self.prepared.options.shapes]
+        shapes = self.prepared.options.shapes
         talks = self.prepared.run.workload.conversations
-        counts = [1] * len(lengths) if talks is None else [len(talk.turns) for talk in talks]
-        return sum(count * length for count, length in zip(counts, lengths, strict=True))
+        if talks is None:
+            return sum(shape.output_len for shape in shapes)
+        return sum(
+            min(shape.output_len, plan.output_len or shape.output_len)
+            for shape, talk in zip(shapes, talks, strict=True)
+            for plan in talk.planned
+        )
 
     def num_warm_ups(self, measured: MeasuredPass) -> int | None:
         """Its system may have been closed, and served other passes, since it was measured."""
@@ -117,7 +122,7 @@ class ArrivingRequests:
             prompts = without_first(prompts)
         ends = () if run.config.decoding.ignore_eos else run.source.config.eos_token_ids
         is_coupled = options.is_coupled and not planned.serving_pass.drafts_in_turns
-        has_turns = is_measured and options.turns > 1
+        has_turns = is_measured and options.has_conversations
         talks = run.workload.conversations if has_turns else None
         sampling = run.config.sampling
         return make_requests(prompts, shapes, system.now(), sampling, ends, is_coupled, talks)

@@ -53,7 +53,8 @@ from magicdec.systems.declaration import Ranks, SystemSettings
 from magicdec.systems.modes import DEFAULT_NAMES, MODES, SYSTEMS, Pass
 from magicdec.systems.options import ServeOptions, with_values
 from magicdec.workload.prompt_sets import is_prompt_set
-from magicdec.workload.request_shapes import TRACE, UNIFORM
+from magicdec.workload.request_shapes import TRACE, UNIFORM, Arrival, parse_arrival
+from magicdec.workload.traces.sessions import form_has_texts
 
 if TYPE_CHECKING:
     from magicdec.bench.measure import MeasuredPasses
@@ -223,7 +224,10 @@ class Command:
         """Raises ValueError, naming the flag, for prompts that cannot have the lengths of the load,
         or its turns."""
         dataset = config.workload.dataset
-        has_trace = options.arrival.startswith(f"{TRACE}:")
+        arrival = parse_arrival(options.arrival)
+        has_trace = arrival.process == TRACE
+        if arrival.has_sessions:
+            self.check_sessions(arrival, values, config)
         if is_prompt_set(dataset) and (has_trace or options.prefix_len.startswith(UNIFORM)):
             raise ValueError(
                 f"--dataset {dataset}: its prompts have their own lengths; --prefix_len is "
@@ -244,8 +248,28 @@ class Command:
         if has_trace:
             lengths = ("serving.prefix_len", "serving.gen_len")
             values.refuse_given(lengths, "the trace has the lengths")
-        if options.concurrency is not None:
+        if options.concurrency is not None and not arrival.has_sessions:
             values.refuse_given(["serving.arrival"], "--concurrency says when requests arrive")
+
+    def check_sessions(self, arrival: Arrival, values: ParsedValues, config: RunConfig) -> None:
+        """Raises ValueError, naming the flag, for what the sessions of a trace say themselves."""
+        form = f"--arrival {arrival.process}"
+        dataset = config.workload.dataset
+        kind = dataset.partition(":")[0]
+        if form_has_texts(arrival.process):
+            values.refuse_given(["workload.dataset"], "the trace has the texts")
+            return
+        values.refuse_given(["serving.prefix_len", "serving.gen_len"], "the trace has the lengths")
+        if is_prompt_set(dataset) or kind in ("ruler", "recall"):
+            raise ValueError(
+                f"--dataset {dataset}: {form} cuts its blocks from running text; give demo, or "
+                "files of text"
+            )
+        if config.workload.prompt_format == CHAT:
+            raise ValueError(
+                f"--prompt_format {CHAT}: the prompts of {form} are blocks, around which no "
+                f"template is; use --prompt_format {PLAIN}"
+            )
 
     def with_equal_rows(self, options: ServeOptions, world_size: int) -> ServeOptions:
         """The options in which every mode has as many rows as `rows_of`."""

@@ -14,7 +14,7 @@ import torch
 
 from magicdec.engine.arrivals import Arrivals
 from magicdec.engine.scheduler import Scheduler
-from magicdec.hardware.timing import Clock, RealClock
+from magicdec.hardware.timing import Clock, GroupClock, RealClock
 from magicdec.kv.cache import upload
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.prefill import prefill
@@ -53,6 +53,7 @@ class Engine:
         prefixes = runner.caches.prefixes if shares_prefixes else None
         self.scheduler = Scheduler(runner.num_rows, limits or BatchLimits(), prefixes=prefixes)
         self.requests: list[Request] = []  # of the batch that was prefilled last
+        self._now = self.clock.now  # by which requests end
         self.num_steps = 0  # decode steps since `begin`
 
     def with_runner(self, runner: ModelRunner) -> Engine:
@@ -127,6 +128,8 @@ class Engine:
         for request in requests:
             self.scheduler.limits.check(request)
         arrivals = Arrivals.of(requests)
+        if arrivals.is_timed:  # what comes next follows from these times, on all ranks alike
+            self._now = GroupClock(self.clock, self.runner.group, self.runner.device).now
         while (plan := self._next(arrivals)) is not None:
             watch(plan)
             self.execute(plan, strategy, observe)
@@ -202,7 +205,7 @@ class Engine:
     def _decode(self, batch: Batch, strategy: DecodingStrategy, observe: Observer) -> None:
         started = self.clock.now()
         output = self._step(batch, strategy)
-        now = self.clock.now()
+        now = self._now()
         observe(batch.ids, self.scheduler.commit(batch, output, now), now - started)
         ended = [(r, r.row) for r in batch.requests if r.status is RequestStatus.FINISHED]
         if ended:
@@ -223,7 +226,7 @@ class Engine:
             output = prefill(self.runner, parts, self.prefill_chunk, progress)
         if self.is_in_flight:  # whose first tokens are known when all parts are prefilled
             output = replace(output, emitted_s=None)
-        self.scheduler.commit(Batch(tuple(complete)), output, self.clock.now())
+        self.scheduler.commit(Batch(tuple(complete)), output, self._now())
         return complete
 
     def _reserve(self, plan: StepPlan) -> None:

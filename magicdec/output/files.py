@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, AnyStr, BinaryIO
@@ -208,12 +208,17 @@ def hash_file(path: Path, digest: hashlib._Hash | None = None) -> str:
     return digest.hexdigest()
 
 
-def first_error(error: ValidationError) -> str:
+def first_error(error: ValidationError, tags: Collection[str] = ()) -> str:
+    """The first of the errors, with key and value. Names of `tags` in its place, which tell types
+    apart, are no keys."""
     first = error.errors()[0]
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    place = (part for part in first["loc"] if part not in tags)
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
     key = "".join(parts).strip(".") or "it"
     if first["type"] == "missing":
         return f"{key} is missing"
+    if first["type"] == "unexpected_keyword_argument":
+        return f"{key} is no key that is known here"
     reason = first["msg"].replace("Input should", "it must").replace("String should", "it must")
     value = json.dumps(first["input"], default=lambda line: line.decode(errors="replace"))
     return f"{key} is {value[:40]}; {reason}"

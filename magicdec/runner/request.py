@@ -90,19 +90,26 @@ PromptAfter = Callable[[Sequence[Sequence[int]]], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Turn:
-    """The place of a request in a conversation: its `number`, from 1, and the request `previous`
-    whose answer it follows."""
+    """The place of a request in a conversation: its `number`, from 1, in its `branch`, and when it
+    comes: once the requests `after` have ended and `wait_s` have gone by, but not before `at_s`
+    since `root`, the conversation's first request, arrived. `num_known`: the tokens of its prompt
+    that a cache without limits has, where a trace says it."""
 
     conversation: int
     number: int
-    previous: Request | None
+    after: tuple[Request, ...]
     prompt_after: PromptAfter
+    wait_s: float = 0.0
+    at_s: float = 0.0
+    root: Request | None = None
+    branch: int = 0
+    num_known: int | None = None
 
 
 @dataclass(eq=False)
 class Request:
     """A prompt and its output so far, compared by identity. Only the scheduler changes it. A later
-    `turn` of a conversation has no prompt before the turn before has ended."""
+    `turn` of a conversation may have no prompt before the turn before has ended."""
 
     request_id: int
     prompt_ids: tuple[int, ...]
@@ -119,7 +126,17 @@ class Request:
     @property
     def previous(self) -> Request | None:
         """The request whose answer this one follows."""
-        return None if self.turn is None else self.turn.previous
+        return None if self.turn is None or not self.turn.after else self.turn.after[0]
+
+    @property
+    def offset_s(self) -> float:
+        """How long after the begin of its conversation it comes, if it follows nothing."""
+        return 0.0 if self.turn is None else max(self.turn.wait_s, self.turn.at_s)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it comes at a time after the end of others, and not at it."""
+        return self.offset_s > 0
 
     @property
     def answer_ids(self) -> list[int]:
@@ -129,15 +146,21 @@ class Request:
         return output[:-1] if output and output[-1] in self.sampling.eos_token_ids else output
 
     def follow(self, now: float) -> None:
-        """Arrive as the turn after one that has ended now, with the prompt that goes on with it."""
-        assert self.turn is not None and not self.prompt_ids, "a later turn follows once"
+        """Arrive as a turn that follows on others, of which the last has ended now; with the prompt
+        that goes on with their answers, unless it is known."""
+        turn = self.turn
+        assert turn is not None, "it is one of a conversation"
+        self.arrived_s = now + turn.wait_s
+        if turn.root is not None:
+            self.arrived_s = max(self.arrived_s, turn.root.arrived_s + turn.at_s)
+        if self.prompt_ids:
+            return
         answers = list[Sequence[int]]()
         before = self.previous
         while before is not None:
             answers.append(before.answer_ids)
             before = before.previous
-        self.prompt_ids = self.turn.prompt_after(answers[::-1])
-        self.arrived_s = now
+        self.prompt_ids = turn.prompt_after(answers[::-1])
 
     @property
     def last_token(self) -> int:

@@ -28,6 +28,7 @@ from magicdec.setup.memory_check import check_memory, check_together, free_devic
 from magicdec.setup.memory_plan import MemoryPlan, Models
 from magicdec.setup.model_checks import check_bos, check_draft, check_fits, check_interpreter
 from magicdec.workload.chat_template import ChatTemplate
+from magicdec.workload.traces.replay import Replay
 from magicdec.workload.workload import Wanted, Workload, build_workload, encode_corpus
 
 
@@ -211,13 +212,16 @@ def complete(
     num_prompts: tuple[int, str] | None = None,
     check: Callable[[ResolvedConfig, Models, Launch, int | None], str] = check_memory,
     cut_from: int | None = None,
+    think_s: float = 0.0,
+    replay: Replay | None = None,
 ) -> Prepared:
     """The run checked against its models, with prompts and a memory plan. Raises ValueError as
     `prepare`.
 
     `agree` lets all ranks refuse if one does. `num_prompts` is the number of requests and its flag,
     if requests are served: a prompt set then keeps its lengths. `check` makes the line about
-    memory. Prompts from books are the beginnings of those with `cut_from` tokens.
+    memory. Prompts from books are the beginnings of those with `cut_from` tokens. `think_s` and
+    `replay` are as in `Wanted`.
     """
     config = run.config
     launch = run.launch
@@ -226,7 +230,8 @@ def complete(
     w = config.workload
     is_given = num_prompts is not None or config.run_config.workload.num_batches is not None
     batch = None if is_given else w.batch_size
-    workload = _workload_of(run, cache, name, tokenizer, num_prompts, batch, cut_from)
+    more = {"cut_from": cut_from, "think_s": think_s, "replay": replay}
+    workload = _workload_of(run, cache, name, tokenizer, num_prompts, batch, more)
     if batch is not None:
         num_batches = len(workload.prompts) // batch
         config = replace(config, workload=replace(w, num_batches=num_batches))
@@ -265,15 +270,15 @@ def _workload_of(
     tokenizer: Tokenizer,
     num_prompts: tuple[int, str] | None,
     batch: int | None,
-    cut_from: int | None,
+    more: dict[str, Any],
 ) -> Workload:
-    """The prompts, made once for equal ones. `num_prompts` as in `complete`, `batch` and `cut_from`
-    as in `build_workload`."""
+    """The prompts, made once for equal ones. `num_prompts` as in `complete`, `batch` and `more` as
+    in `Wanted`."""
     w = run.config.workload
     is_chat = w.prompt_format == CHAT  # a template has its own words before a text
     bos = None if is_chat else tokenizer.bos_of(run.source.config.bos_token_id)
     # Several contexts have one batch each.
-    flags = "--B x --num_batches" if cut_from is None else "--B"
+    flags = "--B x --num_batches" if more["cut_from"] is None else "--B"
     count, counted_by = num_prompts or (w.num_prompts, flags)
     room = run.config.capacity
     wanted = Wanted(
@@ -285,7 +290,7 @@ def _workload_of(
         is_whole=num_prompts is not None,
         batch=batch,
         turns=room.turns,
-        cut_from=cut_from,
+        **more,
     )
     chat: ChatTemplate | None = None
     if is_chat:

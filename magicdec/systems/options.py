@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any, NoReturn
 
 from magicdec.config.capacity import Capacity
@@ -17,6 +18,7 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.config.setting import declared, same, setting
+from magicdec.names import TRACES
 from magicdec.systems.declaration import (
     WITH_DRAFT,
     Drafts,
@@ -28,11 +30,17 @@ from magicdec.systems.modes import MODES, NAMES, Pass, parse_names
 from magicdec.workload.request_shapes import (
     BURST,
     FORMS,
+    PROCESSES,
     TRACE,
+    Arrival,
     RequestShape,
+    check_count,
     make_shapes,
     parse_arrival,
+    parse_process,
 )
+from magicdec.workload.traces.replay import Replay
+from magicdec.workload.traces.sessions import THINK, WAITS, parse_scale
 
 GOODPUT_OF = ("ttft", "tpot", "e2el")  # what `--goodput` can bound
 FLAGS = ("--prefix_len", "--gen_len")  # the lengths of a request without a trace
@@ -59,9 +67,9 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """The load and its modes, and what `settle` derives: requests in the order of arrival
-    (`shapes`), `passes`, and the settings of each named system. `gen_len` is None if a trace has
-    the lengths."""
+    """The load and its modes, and what `settle` derives: requests in the order of arrival, or
+    conversations (`shapes`), the sessions of a trace (`replay`), `passes`, and the settings of each
+    named system. `gen_len` is None if a trace has the lengths."""
 
     num_requests: int | None = setting(
         None,
@@ -83,7 +91,9 @@ class ServeOptions:
     arrival: str = setting(
         "poisson:100",
         f"When requests arrive: {FORMS}. MS is the mean time between two arrivals. A line of a "
-        f"{TRACE} is a JSON object with arrival_ms, prompt_len and output_len.",
+        f"{TRACE} is a JSON object with arrival_ms, prompt_len and output_len; the other files are "
+        f"traces of sessions in the forms of {', '.join(TRACES)}, of which --num_requests counts "
+        "sessions.",
         metavar="PROCESS",
         other_defaults="burst in recurrent and pipeline",
     )
@@ -91,7 +101,8 @@ class ServeOptions:
         None,
         "A closed loop in place of --arrival: so many requests are in flight together, and another "
         "arrives when one of them ends. With several numbers each mode serves once with each of "
-        "them. Requests wait where a mode has fewer rows or lanes.",
+        "them. Requests wait where a mode has fewer rows or lanes. It counts conversations where "
+        "there are some, and the sessions of a trace, of which --arrival then says no times.",
         metavar="N",
         least=1,
         is_set=True,
@@ -101,9 +112,40 @@ class ServeOptions:
         "Questions of a conversation that are asked at most, of prompt sets that have several: "
         "mt_bench, spec_bench, speed_bench, and sharegpt and messages, whose questions the model "
         "then answers all itself. A later one is a request that arrives when the answer before it "
-        "has ended; its prompt is the conversation up to there, within --prefix_len. Needs "
-        "--concurrency, which then counts conversations, as --num_requests does.",
+        "has ended; its prompt is the conversation up to there, within --prefix_len. What counts "
+        "requests then counts conversations, and --arrival says when they begin.",
         least=1,
+    )
+    think_ms: float = setting(
+        0.0,
+        "Time between an answer of a conversation of --turns and the next question.",
+        metavar="MS",
+        least=0,
+    )
+    scale: str = setting(
+        "1",
+        "Scale of a trace of sessions, such as 1/64: the tokens of its blocks, of what is beyond "
+        "whole blocks and of its outputs, rounded, and all its times.",
+        metavar="S",
+    )
+    waits: str = setting(
+        THINK,
+        "When a request of a trace follows on those that have to end before it: after the time "
+        "that its user thinks or its tool takes, as the trace says; at its recorded start after "
+        "the session's begin, if they have ended by then; or at once.",
+        choices=WAITS,
+    )
+    longest_wait_s: float | None = setting(
+        None,
+        "The longest time that a request of a trace waits for its user or tool, before --scale. "
+        "Default: as long as the trace says.",
+        metavar="S",
+        least=0,
+    )
+    session_starts: str | None = setting(
+        None,
+        f"When the sessions of a trace begin, in place of the times that it has: {PROCESSES}.",
+        metavar="PROCESS",
     )
     repeats: int = setting(
         1,
@@ -121,6 +163,7 @@ class ServeOptions:
     )
     emulate_acceptance: tuple[float, ...] | None = same(DecodingSection, "emulate_acceptance")
     shapes: tuple[RequestShape, ...] = ()
+    replay: Replay | None = None
     passes: tuple[Pass, ...] = ()
     draft: str = NONE
     systems: Mapping[str, SystemSettings] = field(default_factory=dict)
@@ -137,25 +180,28 @@ class ServeOptions:
         Raises ValueError for flags that exclude each other, and for a malformed trace.
         """
         is_closed = self.concurrency is not None
-        if self.turns > 1 and not is_closed:
-            raise ValueError(
-                f"--turns {self.turns} needs a closed loop, in which a question arrives when the "
-                "answer before it has ended; say by --concurrency how many conversations are in "
-                "flight"
-            )
-        arrival = parse_arrival(BURST if is_closed else self.arrival)
-        shapes = make_shapes(arrival, self.num_requests, self.prefix_len, self.gen_len, seed)
+        arrival = parse_arrival(self.arrival)
+        self._check_of_traces(arrival)
+        replay = self._replay(arrival) if arrival.has_sessions else None
+        if is_closed and replay is None:
+            arrival = Arrival(BURST)
+        if replay is None:
+            shapes = make_shapes(arrival, self.num_requests, self.prefix_len, self.gen_len, seed)
+        else:
+            shapes = self._shapes_of(replay, seed)
         if self.most_in_flight > len(shapes):
             raise ValueError(
                 f"--concurrency {self.most_in_flight} exceeds the {len(shapes)} requests, which "
                 "are never so many in flight; choose a larger --num_requests"
             )
+        has_lengths = arrival.trace is not None and not (replay and replay.has_texts)
         settled = replace(
             self,
-            arrival=BURST if is_closed else self.arrival,
-            gen_len=None if arrival.trace else self.gen_len or str(DEFAULT_GEN_LEN),
+            arrival=BURST if is_closed and replay is None else self.arrival,
+            gen_len=None if has_lengths else self.gen_len or str(DEFAULT_GEN_LEN),
             goodput=self.goodput or {},
             shapes=tuple(shapes),
+            replay=replay,
             passes=tuple(passes),
         )
         given = settings or {}
@@ -164,6 +210,72 @@ class ServeOptions:
             own = given.get(system.name, system.settings())
             systems[system.name] = own.settled(settled, settled.passes_of(system))
         return replace(settled, systems=systems)
+
+    def _check_of_traces(self, arrival: Arrival) -> None:
+        """Raises ValueError for a setting of conversations or of sessions where there are none."""
+        kind: type = type(self)
+        for name in ("scale", "waits", "longest_wait_s", "session_starts"):
+            value = getattr(self, name)
+            if not arrival.has_sessions and value != declared(kind)[name].default:
+                raise ValueError(
+                    f"--{name} {value}: --arrival {self.arrival} is no trace of sessions; give one "
+                    f"such as {next(iter(TRACES))}:FILE, or leave it out"
+                )
+        if self.think_ms and self.turns == 1:
+            raise ValueError(
+                f"--think_ms {self.think_ms:g} does nothing without --turns; leave it out"
+            )
+        if self.turns > 1 and arrival.has_sessions:
+            raise ValueError(
+                f"--turns {self.turns}: the sessions of {arrival.process} have turns of their own; "
+                "leave it out"
+            )
+        if self.longest_wait_s is not None and self.waits != THINK:
+            raise ValueError(
+                f"--longest_wait_s {self.longest_wait_s:g} bounds the times of --waits {THINK}; "
+                "leave one out"
+            )
+        if self.session_starts is not None and self.concurrency is not None:
+            raise ValueError(
+                f"--session_starts {self.session_starts}: --concurrency says when sessions begin; "
+                "leave one out"
+            )
+
+    def _replay(self, arrival: Arrival) -> Replay:
+        assert arrival.trace is not None, "its sessions are in a file"
+        replay = Replay.read(
+            f"--arrival {arrival.process}",
+            arrival.process,
+            arrival.trace,
+            self.num_requests,
+            parse_scale(self.scale),
+            self.waits,
+            self.longest_wait_s,
+        )
+        check_count(self.num_requests, len(replay.sessions), arrival.trace)
+        return replay
+
+    def _shapes_of(self, replay: Replay, seed: int) -> list[RequestShape]:
+        """The longest prompt and output of each session, at the times when sessions begin."""
+        starts = self.session_starts
+        if self.concurrency is not None:
+            starts = BURST
+        starts_ms = None
+        if starts is not None:
+            process = parse_process("--session_starts", starts)
+            starts_ms = process.times_ms(len(replay.sessions), Random(f"arrival {seed}"))
+        return replay.shapes(starts_ms)
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether requests follow on each other, each conversation with one of `shapes`."""
+        return self.turns > 1 or self.replay is not None
+
+    @property
+    def most_turns(self) -> int:
+        """The most requests of a conversation."""
+        sessions = () if self.replay is None else self.replay.sessions
+        return max((len(session.requests) for session in sessions), default=self.turns)
 
     @property
     def most_in_flight(self) -> int:
@@ -231,6 +343,8 @@ class ServeOptions:
     def check_lengths(self, most: int, model: str) -> None:
         """Raises ValueError, naming the line of the trace or the flags, for a request longer than
         the `most` tokens of the model."""
+        if self.replay is not None:
+            return self.replay.check_lengths(most, model)
         for shape in self.shapes:
             total = shape.prompt_len + shape.output_len
             if total > most:

@@ -139,8 +139,17 @@ class System(ABC):
 
     def complete(self, models: ResolvedRun, cache: SetupCache) -> Prepared:
         """The run with a prompt for each request, before any memory plan or agreement of ranks."""
-        count = len(self.options.shapes), self.options.counted_by
-        return complete(models, cache, lambda launch, check: "", count)
+        options = self.options
+        count = len(options.shapes), options.counted_by
+        think_s = options.think_ms / 1e3
+        return complete(
+            models,
+            cache,
+            lambda launch, check: "",
+            count,
+            think_s=think_s,
+            replay=options.replay,
+        )
 
     @property
     def names(self) -> str:
@@ -291,17 +300,33 @@ def make_requests(
     number, so that they are equal in every pass; `sampling.coupled` explains `is_coupled`."""
     requests = list[Request]()
     for i, (prompt, shape) in enumerate(zip(prompts[: len(shapes)], shapes, strict=True)):
-        talk = None if conversations is None else conversations[i]
-        previous = None
-        for turn in range(1 if talk is None else len(talk.turns)):
-            number = len(requests)
-            params = make_params(sampling, shape.output_len, end_ids, number, is_coupled)
-            request = Request(number, prompt[: shape.prompt_len] if turn == 0 else (), params)
-            request.arrived_s = begin_s + shape.arrival_ms / 1e3
-            if talk is not None:
-                request.turn = Turn(i, turn + 1, previous, talk.prompt_after)
-            previous = request
-            requests.append(request)
+        at_s = begin_s + shape.arrival_ms / 1e3
+        if conversations is None:
+            params = make_params(sampling, shape.output_len, end_ids, len(requests), is_coupled)
+            requests.append(Request(len(requests), prompt[: shape.prompt_len], params))
+            requests[-1].arrived_s = at_s
+            continue
+        talk = conversations[i]
+        own = list[Request]()  # of the conversation
+        for place, plan in enumerate(talk.planned):
+            number = len(requests) + len(own)
+            length = min(shape.output_len, plan.output_len or shape.output_len)
+            params = make_params(sampling, length, end_ids, number, is_coupled)
+            request = Request(number, talk.known_prompt(place), params)
+            request.turn = Turn(
+                i,
+                plan.number,
+                tuple(own[before] for before in plan.after),
+                talk.prompt_after,
+                plan.wait_s,
+                plan.at_s,
+                own[0] if own else None,
+                plan.branch,
+                plan.num_known,
+            )
+            request.arrived_s = at_s + (0.0 if plan.after else request.offset_s)
+            own.append(request)
+        requests += own
     return requests
 
 

@@ -4,7 +4,7 @@ before. What a model is given then follows from its own answers, which are not k
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from magicdec.workload.chat_template import Frame, Refusal
 from magicdec.workload.prompt_sets import ASSISTANT, USER, PromptItem, Roles
@@ -14,13 +14,43 @@ Pieces = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
+class TurnPlan:
+    """When a turn of a conversation comes: once the turns at the places `after` have ended, and
+    `wait_s` have gone by, but not before `at_s` since the conversation began. `number`, from 1, is
+    its own in its `branch`. `output_len` is None where the load says it, and `num_known` the tokens
+    of its prompt that a cache without limits has, where a trace says it."""
+
+    number: int
+    after: tuple[int, ...] = ()
+    wait_s: float = 0.0
+    at_s: float = 0.0
+    output_len: int | None = None
+    branch: int = 0
+    num_known: int | None = None
+
+
+@dataclass(frozen=True)
 class Conversation:
     """The pieces of the prompt of each turn that is asked. The first turn has one, its prompt; the
-    prompt of a later one goes on with the answers to all turns before it. `num_left_out` counts
-    further questions, which are not asked."""
+    prompt of a later one goes on with the answers to all turns before it, or is one piece that is
+    known. `num_left_out` counts further questions, which are not asked. Without `plans` each turn
+    comes when the one before it has ended."""
 
     turns: tuple[Pieces, ...]
     num_left_out: int = 0
+    plans: tuple[TurnPlan, ...] | None = None
+
+    @property
+    def planned(self) -> tuple[TurnPlan, ...]:
+        if self.plans is not None:
+            return self.plans
+        places = range(len(self.turns))
+        return tuple(TurnPlan(at + 1, (at - 1,) if at else ()) for at in places)
+
+    def known_prompt(self, place: int) -> tuple[int, ...]:
+        """The prompt of a turn that needs no answers; empty of one that does."""
+        pieces = self.turns[place]
+        return pieces[0] if len(pieces) == 1 else ()
 
     def prompt_after(self, answers: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """The prompt of the turn that follows these answers, by the ids of each."""
@@ -29,6 +59,11 @@ class Conversation:
         for answer, piece in zip(answers, pieces[1:], strict=True):
             ids += [*answer, *piece]
         return tuple(ids)
+
+    def waiting(self, wait_s: float) -> Conversation:
+        """The same, with so much time between an answer and the next question."""
+        plans = (replace(plan, wait_s=wait_s if plan.after else 0.0) for plan in self.planned)
+        return replace(self, plans=tuple(plans))
 
 
 def roles_of_turns(item: PromptItem, most: int) -> list[Roles]:

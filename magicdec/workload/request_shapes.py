@@ -18,12 +18,13 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from magicdec.config.sections import DEFAULT_GEN_LEN
-from magicdec.names import ARRIVALS, load_named
+from magicdec.names import ARRIVALS, TRACES, load_named
 from magicdec.output.files import first_error, lines_of, open_regular
 
 BURST = "burst"
 TRACE = "trace"
-FORMS = ", ".join([*(n if n == BURST else f"{n}:MS" for n in ARRIVALS), f"{TRACE}:FILE"])
+PROCESSES = ", ".join(n if n == BURST else f"{n}:MS" for n in ARRIVALS)
+FORMS = ", ".join([PROCESSES, *(f"{name}:FILE" for name in (TRACE, *TRACES))])
 DEFAULT_NUM_REQUESTS = 8
 MOST_TOKENS = 1 << 40  # that a request may ask for
 UNIFORM = "uniform"
@@ -61,12 +62,23 @@ class Arrival:
         times: list[float] = load_named(ARRIVALS, self.process)(self.mean_ms, count, random)
         return times
 
+    @property
+    def has_sessions(self) -> bool:
+        """Whether it is a trace of sessions, with what their prompts have in common."""
+        return self.process in TRACES
+
 
 def parse_arrival(text: str) -> Arrival:
     """The arrival of a text. Raises ValueError if it is none of `FORMS`."""
     name, _, value = text.partition(":")
-    if name == TRACE and value:
-        return Arrival(TRACE, trace=Path(value))
+    if name in (TRACE, *TRACES) and value:
+        return Arrival(name, trace=Path(value))
+    return parse_process("--arrival", text, FORMS)
+
+
+def parse_process(flag: str, text: str, forms: str = PROCESSES) -> Arrival:
+    """The arrival process of a text. Raises ValueError, naming the flag."""
+    name, _, value = text.partition(":")
     if text == BURST:
         return Arrival(BURST)
     try:
@@ -75,7 +87,7 @@ def parse_arrival(text: str) -> Arrival:
         mean_ms = math.nan
     if not 0 < mean_ms < math.inf:
         raise ValueError(
-            f"--arrival {text} is not known; choose from {FORMS}, with a time MS larger than 0"
+            f"{flag} {text} is not known; choose from {forms}, with a time MS larger than 0"
         )
     return Arrival(name, mean_ms)
 
@@ -122,11 +134,7 @@ def make_shapes(
     when the other changes. Raises ValueError, naming the flag."""
     if arrival.trace is not None:
         shapes = read_trace(f"--arrival {arrival.process}", arrival.trace)
-        if num_requests is not None and num_requests > len(shapes):
-            raise ValueError(
-                f"--num_requests {num_requests}: {arrival.trace} has {len(shapes)}; "
-                "choose fewer, or leave the flag out for all"
-            )
+        check_count(num_requests, len(shapes), arrival.trace)
         begin_ms = shapes[0].arrival_ms
         return [replace(s, arrival_ms=s.arrival_ms - begin_ms) for s in shapes[:num_requests]]
     count = num_requests or DEFAULT_NUM_REQUESTS
@@ -138,6 +146,15 @@ def make_shapes(
         RequestShape(at_ms, prompt_random.randint(*prompts), output_random.randint(*outputs))
         for at_ms in arrival.times_ms(count, Random(f"arrival {seed}"))
     ]
+
+
+def check_count(num_requests: int | None, num_held: int, trace: Path) -> None:
+    """Raises ValueError if a trace has fewer requests, or sessions, than are asked for."""
+    if num_requests is not None and num_requests > num_held:
+        raise ValueError(
+            f"--num_requests {num_requests}: {trace} has {num_held}; choose fewer, or leave the "
+            "flag out for all"
+        )
 
 
 def parse_lengths(flag: str, text: str) -> tuple[int, int]:

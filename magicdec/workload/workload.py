@@ -17,6 +17,7 @@ from magicdec.workload import ruler
 from magicdec.workload.answers import Answer, recall_prompts
 from magicdec.workload.books import (
     NAMED_READERS,
+    read_books,
     read_categorized_books,
     read_corpus,
     read_prompts,
@@ -32,6 +33,9 @@ from magicdec.workload.prompt_sets import (
     later_texts,
     sets_of,
 )
+from magicdec.workload.traces.block_texts import BlockTexts
+from magicdec.workload.traces.replay import Replay
+from magicdec.workload.traces.sessions import Blocks
 
 ENOUGH_BOOKS = 50  # of more only as many are read as the prompts need
 MOST_ITEMS = 5000  # that are read of a dataset
@@ -81,7 +85,8 @@ class Wanted:
     `cut_from`: prompts from books are the beginnings of those with so many tokens (None: whole).
     `counted_by`: the flags behind `num_prompts`. `is_whole`: a set's prompts keep lengths up to
     `prefix_len`. `batch`: a short text gives whole batches of so many. `turns`: questions of a
-    conversation that are asked at most, within `prefix_len` with the answers to those before.
+    conversation that are asked at most, within `prefix_len` with the answers to those before, each
+    `think_s` after the answer before it. `replay`: the sessions whose prompts are to be made.
     """
 
     prefix_len: int
@@ -92,7 +97,9 @@ class Wanted:
     is_whole: bool = False
     batch: int | None = None
     turns: int = 1
+    think_s: float = 0.0
     cut_from: int | None = None
+    replay: Replay | None = None
 
     def enough(self, num_held: int) -> int:
         """The prompts to draw from `num_held`: with `batch`, whole batches, at least one."""
@@ -130,6 +137,10 @@ def build_workload(
         raise ValueError(
             f"{FLAG}: the answer of --dataset {dataset} goes on where the prompt ends, within the "
             f"text that a chat template closes; {WAY_OUT}"
+        )
+    if wanted.replay is not None:
+        return _sessions_workload(
+            dataset, tokenizer, bos_token_id, wanted, wanted.replay, skip_tokens
         )
     if chat is not None:
         bos_token_id = None
@@ -292,6 +303,8 @@ class DrawnItems:
         made = conversation_of(
             item, first, texts, later, frames, wanted.turns, wanted.prefix_len, wanted.gen_len
         )
+        if wanted.think_s:
+            made = made.waiting(wanted.think_s)
         self.taken.append((index, item))
         self.conversations.append(made)
 
@@ -360,6 +373,44 @@ def _prompt_set_workload(
         categories=tuple(item.category for _, item in drawn.taken),
         left_out=drawn.left_out,
         conversations=talks,
+    )
+
+
+def _sessions_workload(
+    dataset: str,
+    tokenizer: Tokenizer,
+    bos: int | None,
+    wanted: Wanted,
+    replay: Replay,
+    skip_tokens: int | None,
+) -> Workload:
+    """The prompts of all requests of a trace, whose blocks are cut from books."""
+    skip = SKIP_TOKENS.get(dataset, 0) if skip_tokens is None else skip_tokens
+    corpus = array("q")
+    for text in read_books(dataset, MOST_ITEMS):
+        corpus += array("q", tokenizer.encode(text))[skip:]
+        if len(corpus) >= replay.num_block_tokens:
+            break
+    name = title_of(dataset)
+    texts = BlockTexts(name, corpus, wanted.seed, bos)
+    talks = list[Conversation]()
+    for session, plans in zip(replay.sessions, replay.plans(), strict=True):
+        prompts = [
+            texts.prompt(session.namespace, request.prompt)
+            for request in session.requests
+            if isinstance(request.prompt, Blocks)
+        ]
+        talks.append(Conversation(tuple((prompt,) for prompt in prompts), plans=plans))
+    every = tuple(prompt for talk in talks for (prompt,) in talk.turns)
+    return Workload(
+        name,
+        tuple(talk.known_prompt(0) for talk in talks),
+        None,
+        None,
+        skip,
+        wanted.seed,
+        _hash_prompts(every),
+        conversations=tuple(talks),
     )
 
 

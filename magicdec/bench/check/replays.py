@@ -26,7 +26,7 @@ from magicdec.output.console import Progress
 from magicdec.records.correctness import ForwardErrors
 from magicdec.runner.model_runner import ModelRunner, gather_vocab
 from magicdec.runner.prefill import prefill
-from magicdec.runner.request import PromptAfter, Request, SamplingParams
+from magicdec.runner.request import Request, SamplingParams
 from magicdec.runner.step_plan import PrefillChunk
 from magicdec.setup.loading import load_model, make_backend
 from magicdec.setup.model_plan import StagePart
@@ -306,25 +306,19 @@ def float64(values: Sequence[float]) -> Tensor:
 
 
 def unanswered(requests: Sequence[Request]) -> list[Request]:
-    """Requests for as many tokens as others have got. Later turns arrive as theirs did."""
+    """Requests for as many tokens as others have got. Later turns arrive as theirs did, but as soon
+    as what they follow has ended."""
     made = dict[int, Request]()
     for request in requests:
         new = Request(
             request.request_id, request.prompt_ids, SamplingParams(len(request.output_ids))
         )
-        before = None if request.previous is None else made.get(request.previous.request_id)
-        if before is not None and request.turn is not None:
-            new.prompt_ids = ()
-            new.turn = replace(
-                request.turn, previous=before, prompt_after=as_known(request.prompt_ids)
-            )
+        if (turn := request.turn) is not None:
+            after = (made.get(before.request_id) for before in turn.after)
+            known = tuple(before for before in after if before is not None)
+            new.turn = replace(turn, after=known, wait_s=0.0, at_s=0.0, root=None)
         made[request.request_id] = new
     return list(made.values())
-
-
-def as_known(prompt_ids: tuple[int, ...]) -> PromptAfter:
-    """The prompt of a turn whose answers before it are known."""
-    return lambda answers: prompt_ids
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from magicdec.records.metrics import PassMetrics
 from magicdec.records.pass_record import PassRecord, RequestRecord
 from magicdec.systems.declaration import Ranks
 from magicdec.systems.modes import Pass
-from magicdec.workload.request_shapes import BURST, TRACE, parse_arrival
+from magicdec.workload.request_shapes import BURST, parse_arrival
 
 BACKEND = "magicdec"
 COMPLETIONS = "openai"  # vLLM's name of the API that `endpoint` asks
@@ -69,9 +69,9 @@ def _traffic(record: PassRecord) -> Row:
         return {"request_rate": "inf", "max_concurrency": record.concurrency}
     if text == BURST:
         return {"request_rate": "inf"}
-    if text.startswith(f"{TRACE}:"):
-        return {}
     arrival = parse_arrival(text)
+    if arrival.trace is not None:
+        return {}
     rate = {"request_rate": 1e3 / arrival.mean_ms}
     return rate | ({"burstiness": 1.0} if arrival.process == POISSON else {})
 

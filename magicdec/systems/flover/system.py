@@ -301,7 +301,8 @@ class Flover(ReplayingSystem):
         shape = self.step_shape(serving_pass)
         gamma = shape.tokens - 1
         lengths = [request.output_len for request in self.options.shapes]
-        num_steps = self.options.turns * (sum(lengths) // shape.rows + max(lengths))
+        turns = self.options.most_turns
+        num_steps = turns * (sum(lengths) // shape.rows + max(lengths))
         seed = f"{self.run.workload.seed} {serving_pass.name}"
         return LogitsRecorder.of(runner, shape.rows, gamma, num_steps, seed, gamma)
 

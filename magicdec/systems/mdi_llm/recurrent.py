@@ -354,7 +354,8 @@ class RecurrentPipeline:
         lane = flight.lane
         logits = message.payload if self.stage.is_whole else self.stage.logits(message.payload)
         output = self._tokens(flight, logits)
-        output = lane.scheduler.commit(Batch(requests), output, self.clock.now())
+        clock = self.shared_clock if self._arrivals.is_timed else self.clock
+        output = lane.scheduler.commit(Batch(requests), output, clock.now())
         ended = [request for request in requests if request.status is RequestStatus.FINISHED]
         if ended:
             self._free(lane, lane.rows(ended))

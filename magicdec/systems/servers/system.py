@@ -127,8 +127,9 @@ class Servers(System):
         arrivals = Arrivals(requests, serving_pass.concurrency)
         for _ in requests if self.launch.rank == 0 else ():
             for request in arrivals.take(len(requests)):
-                if serving_pass.concurrency is not None:  # an answer ends later than its last token
-                    request.arrived_s = self.now()
+                # An answer ends later than its last token.
+                if serving_pass.concurrency is not None or request.previous is not None:
+                    request.arrived_s = max(request.arrived_s, self.now())
                 # A daemon, so that a command that ends does not wait for the other answers.
                 Thread(target=self._serve_one, args=(request, observer, ended), daemon=True).start()
             if (error := ended.get()) is not None:
@@ -218,7 +219,7 @@ class Servers(System):
         count = num_sent if UNKNOWN_ID in output and isinstance(num_sent, int) else len(output)
         if not output or not 0 < count <= most or (ignores_eos and count < most):
             raise self._other_number(request, count)
-        if request.turn is not None and UNKNOWN_ID in output:
+        if self.options.turns > 1 and UNKNOWN_ID in output:
             raise ValueError(
                 f"{self.connection.flag} sends an answer without all of its token ids, with which "
                 f"a conversation of --turns {self.options.turns} would go on; ask by an "

@@ -1,0 +1,204 @@
+"""Sessions of agents' traces: what every format is read into, how a session is scaled to a smaller
+machine, and how much of its prompts a cache without limits would have. Imports no torch.
+
+A session is a tree of requests. One that follows on others waits until they have ended; the
+requests of a sub-agent are a branch, which runs beside the agent that started it."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from magicdec.names import TRACES, load_named
+from magicdec.workload.request_shapes import MOST_TOKENS
+
+THINK = "think"
+START = "start"
+NO_WAITS = "none"
+WAITS = (THINK, START, NO_WAITS)
+TEXT_FORMS = ("mlperf",)
+MOST_DIGITS = 9  # of a number in `--scale`
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A prompt of `length` tokens by the ids of its blocks, of which equal ones are equal text. The
+    last block may be cut by the end of the prompt, and tokens behind it are in no block."""
+
+    hash_ids: tuple[int, ...]
+    block_size: int
+    length: int
+
+    @property
+    def num_in_blocks(self) -> int:
+        """Tokens of the prompt that its blocks hold."""
+        return min(self.length, len(self.hash_ids) * self.block_size)
+
+    def scaled(self, scale: Fraction, place: str) -> Blocks:
+        """With every whole block scaled, and what is left of the prompt rounded. Raises ValueError
+        if a block would be no whole number of tokens."""
+        size = self.block_size * scale
+        if size.denominator > 1 and self.hash_ids:
+            raise ValueError(
+                f"--scale {scale}: a block of {place} has {self.block_size} tokens, which would be "
+                f"no whole number; choose 1 over a divisor of {self.block_size}"
+            )
+        count = len(self.hash_ids)
+        held = count if self.length >= count * self.block_size else count - 1
+        rest = self.length - max(0, held) * self.block_size
+        length = max(0, held) * int(size) if count else 0
+        if rest:
+            length += rounded(rest * scale, least=int(not count or held < count))
+        return Blocks(self.hash_ids, max(1, int(size)), length)
+
+
+@dataclass(frozen=True)
+class Messages:
+    """A prompt by the messages of a chat, as servers take them, and the tools of its requests."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class TracedRequest:
+    """A request as a trace has it, at `place` of its file. `after` are the places in the session of
+    the requests that must have ended before. `wait_s` comes then, of the user's thinking or of a
+    tool; `start_s` is when it was recorded, after the session's begin. `branch` numbers the agents:
+    0 is the session's own. `answer` is the recorded one, where the trace has its text."""
+
+    place: str
+    prompt: Blocks | Messages
+    output_len: int | None
+    after: tuple[int, ...] = ()
+    wait_s: float = 0.0
+    start_s: float = 0.0
+    branch: int = 0
+    answer: Messages | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """The requests of an agent and its sub-agents; none comes before one that it follows. Hash ids
+    of sessions with equal `namespace` name the same blocks."""
+
+    name: str
+    begin_s: float
+    requests: tuple[TracedRequest, ...]
+    namespace: str = ""
+
+    def scaled(self, scale: Fraction) -> Session:
+        """With block sizes, lengths and times scaled alike. Raises ValueError as `Blocks.scaled`,
+        and for prompts that are texts."""
+        if scale == 1:
+            return self
+        return replace(
+            self,
+            begin_s=float(self.begin_s * scale),
+            requests=tuple(_scaled(request, scale) for request in self.requests),
+        )
+
+
+def _scaled(request: TracedRequest, scale: Fraction) -> TracedRequest:
+    if isinstance(request.prompt, Messages):
+        raise ValueError(
+            f"--scale {scale}: {request.place} is a text, which keeps its length; leave it out"
+        )
+    output_len = request.output_len
+    return replace(
+        request,
+        prompt=request.prompt.scaled(scale, request.place),
+        output_len=None if output_len is None else rounded(output_len * scale, least=1),
+        wait_s=float(request.wait_s * scale),
+        start_s=float(request.start_s * scale),
+    )
+
+
+def rounded(number: Fraction, least: int) -> int:
+    """The nearest whole number, a half upwards, but at least `least`."""
+    return max(least, int(number + Fraction(1, 2)))
+
+
+def form_has_texts(form: str) -> bool:
+    """Whether the prompts of a trace of this form are texts."""
+    return form in TEXT_FORMS
+
+
+def parse_scale(text: str) -> Fraction:
+    """The value of `--scale`. Raises ValueError."""
+    number = rf"\d{{1,{MOST_DIGITS}}}"
+    if re.fullmatch(rf"{number}(/{number}|\.{number})?", text):
+        try:
+            scale = Fraction(text)
+        except ZeroDivisionError:
+            scale = Fraction(0)
+        if scale > 0:
+            return scale
+    raise ValueError(f"--scale {text} is not known; choose a number above 0, such as 1/64")
+
+
+def read_sessions(flag: str, form: str, path: Path, most: int | None = None) -> list[Session]:
+    """The first `most` sessions of a trace, or all; the file is read no further. The first session
+    begins at 0. Raises ValueError, one line that names flag, file, place and key."""
+    reader = load_named(TRACES, form)
+    found: Iterator[Session] = reader(path)
+    try:
+        sessions = list(islice(found, most))
+    except OSError as error:
+        raise ValueError(f"{flag}: {error.filename or path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+    if not sessions:
+        raise ValueError(f"{flag}: {path} has no requests")
+    begin_s = min(session.begin_s for session in sessions)
+    return [replace(session, begin_s=session.begin_s - begin_s) for session in sessions]
+
+
+def blocks_at(
+    place: str, key: str, hash_ids: tuple[int, ...], block_size: int, length: int
+) -> Blocks:
+    """The prompt of these blocks. Raises ValueError, naming place and keys, if a prompt of `length`
+    tokens, which stands at `key`, cannot have so many; without ids it may be any text."""
+    least = length // block_size
+    most = -(-length // block_size)
+    if hash_ids and not least <= len(hash_ids) <= most:
+        count = f"{least}" if least == most else f"{least} or {most}"
+        raise ValueError(
+            f"{place}hash_ids has {len(hash_ids)} ids, but {key} {length} has {count} blocks of "
+            f"{block_size} tokens"
+        )
+    assert length <= MOST_TOKENS, "readers bound lengths"
+    return Blocks(hash_ids, block_size, length)
+
+
+def known_tokens(sessions: Sequence[Session]) -> list[list[int]]:
+    """For each request of each session, the tokens that a cache without limits has when it comes:
+    those of the longest beginning of its blocks that have all come before. Requests come in the
+    order of their recorded times, and hash ids count within their namespace. Of prompts that are
+    texts nothing is known here."""
+    order = sorted(
+        (session.begin_s + request.start_s, number, place)
+        for number, session in enumerate(sessions)
+        for place, request in enumerate(session.requests)
+    )
+    known = [[0] * len(session.requests) for session in sessions]
+    seen = defaultdict[str, set[int]](set)
+    for _, number, place in order:
+        session = sessions[number]
+        prompt = session.requests[place].prompt
+        if not isinstance(prompt, Blocks):
+            continue
+        ids = seen[session.namespace]
+        count = next(
+            (at for at, hash_id in enumerate(prompt.hash_ids) if hash_id not in ids),
+            len(prompt.hash_ids),
+        )
+        known[number][place] = min(count * prompt.block_size, prompt.length)
+        ids.update(prompt.hash_ids)
+    return known
