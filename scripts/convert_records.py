@@ -29,7 +29,7 @@ from magicdec.output.writing import to_json
 from magicdec.records.acceptance import ReportedCounts
 from magicdec.records.computing import (
     Beside,
-    acceptance_by_context,
+    acceptances_by_group,
     pass_metrics,
     ratios,
     times_by_turn,
@@ -39,7 +39,6 @@ from magicdec.records.pass_record import (
     PassRecord,
     RequestRecord,
     reference_of,
-    verifications_of,
 )
 from magicdec.records.reading import parse_line
 from magicdec.records.record import SCHEMA_VERSION, Status, commands_of, records_of_type
@@ -146,15 +145,13 @@ def passes_of_run(raw: dict[str, Any]) -> Iterator[PassRecord]:
 def measured(parts: MeasuredParts, beside: Beside, status: Status) -> dict[str, Any]:
     """The requests, the groups and what follows from them."""
     passed = status is not Status.MISMATCH
-    contexts = None
-    if not beside.is_random:
-        contexts = acceptance_by_context(parts.requests, verifications_of(parts.requests))
+    by_group = acceptances_by_group(parts.requests) if passed and not beside.is_random else {}
     return {
         "metrics": pass_metrics(parts, beside) if passed else None,
         "requests": list(parts.requests),
         "groups": list(parts.groups),
         "times_by_turn": times_by_turn(parts.requests) if passed else None,
-        "acceptance_by_context": contexts if passed else None,
+        **by_group,
     }
 
 

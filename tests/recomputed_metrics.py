@@ -36,6 +36,7 @@ def metrics_of(record: PassRecord, reference: PassRecord | None = None) -> Metri
     requests = record.requests
     batches = list(record.groups_of_requests)
     tpots = known(map(tpot_ms, requests))
+    sessions = session_times_ms(batches)
     bounds = record.config["workload"].get("goodput") or {}
     duration_s = sum(by_group(span_ms, batches)) / 1e3
     num_tokens = sum(request.output_len for request in requests)
@@ -76,6 +77,9 @@ def metrics_of(record: PassRecord, reference: PassRecord | None = None) -> Metri
         else None,
         "mean_in_flight": in_flight(record.groups),
         "prefix_hit_rate": hit_rate(requests),
+        "theoretical_hit_rate": unlimited_hit_rate(requests),
+        "sessions_per_hour": len(sessions) / (duration_s / 3600) if sessions else None,
+        **summary("session", sessions),
         "peak_memory_bytes": max(map(sum, known(g.peak_memory_bytes for g in record.groups)))
         if any(group.peak_memory_bytes for group in record.groups)
         else None,
@@ -330,6 +334,23 @@ def hit_rate(requests: Sequence[RequestRecord]) -> float | None:
     return found / sum(request.num_looked_up_tokens or 0 for request in asking)
 
 
+def unlimited_hit_rate(requests: Sequence[RequestRecord]) -> float | None:
+    known_tokens = known(request.num_known_tokens for request in requests)
+    lengths = [r.prompt_len for r in requests if r.num_known_tokens is not None]
+    return sum(known_tokens) / sum(lengths) if lengths else None
+
+
+def session_times_ms(batches: Sequence[Batch]) -> list[float]:
+    """Of each conversation of each group, from its first arrival to its last end."""
+    found = []
+    for _, requests in batches:
+        for number in sorted(set(known(request.conversation for request in requests))):
+            members = [request for request in requests if request.conversation == number]
+            ends = [request.finished_ms for request in members]
+            found.append(max(ends) - min(request.arrival_ms for request in members))
+    return found
+
+
 def turns_of(requests: Sequence[RequestRecord]) -> list[MetricValues] | None:
     """The times of each turn of conversations; None without them."""
     numbers = sorted(set(known(request.turn for request in requests)))
@@ -342,6 +363,7 @@ def turn_of(turn: int, members: Sequence[RequestRecord]) -> MetricValues:
         "num_requests": len(members),
         "mean_prompt_len": fmean(member.prompt_len for member in members),
         **summary("ttft", map(ttft_ms, members)),
+        **summary("tpot", known(map(tpot_ms, members))),
         "prefix_hit_rate": hit_rate(members),
     }
 

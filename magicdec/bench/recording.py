@@ -13,7 +13,7 @@ from magicdec.records.acceptance import ReportedCounts, Verifications
 from magicdec.records.computing import (
     Beside,
     Measured,
-    acceptance_by_context,
+    acceptances_by_group,
     pass_metrics,
     times_by_turn,
 )
@@ -26,7 +26,6 @@ from magicdec.records.pass_record import (
     PassRecord,
     RequestRecord,
     hash_output,
-    verifications_of,
 )
 from magicdec.records.record import Status
 from magicdec.records.workload import WorkloadRecord
@@ -145,9 +144,9 @@ def record_pass(
     if beside.reference is not None and is_comparable(parts, beside.reference):
         ours, theirs = (measured.groups[0].threads for measured in (parts, beside.reference))
         assert ours == theirs, f"{name}: the ranks had {ours} threads, but {theirs} in {reference}"
-    contexts = None
-    if not beside.is_random:
-        contexts = acceptance_by_context(parts.requests, verifications_of(parts.requests))
+    by_group = dict[str, Any]()
+    if passed and not beside.is_random:
+        by_group = acceptances_by_group(parts.requests)
     return PassRecord(
         status=status,
         name=name,
@@ -161,7 +160,7 @@ def record_pass(
         requests=list(parts.requests),
         groups=list(parts.groups),
         times_by_turn=times_by_turn(parts.requests) if passed else None,
-        acceptance_by_context=contexts if passed else None,
+        **by_group,
         memory=memory,
         correctness=correctness,
     )
@@ -357,6 +356,7 @@ def describe_requests(
             output_hash=hash_output(request.output_ids),
             conversation=None if request.turn is None else request.turn.conversation,
             turn=None if request.turn is None else request.turn.number,
+            **describe_session(request),
             answer_score=None if scores is None else scores[number],
             **describe_drafts(judged, request.request_id),
             **describe_prefixes(moves[request.request_id]),
@@ -389,6 +389,14 @@ def describe_drafts(judged: Verifications, request_id: int) -> dict[str, Any]:
         "num_draft_kv_read": [num_read for _, num_read in digests] if is_logged else None,
         "num_cancelled_draft_tokens": judged.num_cancelled.get(request_id),
     }
+
+
+def describe_session(request: Request) -> dict[str, Any]:
+    """What a trace says of a request by the ids of its blocks."""
+    turn = request.turn
+    if turn is None or turn.num_known is None:
+        return {}
+    return {"branch": turn.branch, "num_known_tokens": turn.num_known}
 
 
 def describe_prefixes(moves: Moves) -> dict[str, Any]:

@@ -25,10 +25,11 @@ from magicdec.records.metric_tables import (
     category_tables,
     fixed,
     has_enough,
+    metric_columns,
     metric_rows,
 )
 from magicdec.records.metrics import ContextAcceptance, PassMetrics, TurnTimes
-from magicdec.records.pass_record import PassRecord
+from magicdec.records.pass_record import AFTER_HIT, COLD, PassRecord
 from magicdec.systems.details import Details
 from magicdec.systems.modes import AT_ONCE, Pass
 
@@ -70,6 +71,7 @@ GROUPS = {
         "throughput_ratio",
         "steady_output_throughput",
         "request_goodput",
+        "sessions_per_hour",
         "arrival_rate",
     ),
     "Decoding": (
@@ -83,6 +85,7 @@ GROUPS = {
     "Time per output token": ("mean_tpot_ms", "p50_tpot_ms", "p90_tpot_ms", "p99_tpot_ms"),
     "Inter-token latency": ("mean_itl_ms", "p50_itl_ms", "p90_itl_ms", "p99_itl_ms"),
     "End-to-end latency": ("mean_e2el_ms", "p50_e2el_ms", "p90_e2el_ms", "p99_e2el_ms"),
+    "Sessions": ("mean_session_ms", "p50_session_ms", "p90_session_ms", "p99_session_ms"),
     "Answers": ("answer_score",),
     "Drafts": (
         "draft_acceptance_rate",
@@ -115,6 +118,7 @@ GROUPS = {
         "stalled_ms",
         "num_preemptions",
         "prefix_hit_rate",
+        "theoretical_hit_rate",
     ),
     "Memory": ("bytes_read", "roofline_fraction", "peak_memory_bytes"),
 }
@@ -133,7 +137,7 @@ def tables(records: Sequence[PassRecord], is_verbose: bool = True) -> list[Table
         below=below(records),
     )
     shares_prefill = any(record.shares_prefill for record in records)
-    turns = turn_tables(records)
+    turns = [*session_tables(records), *turn_tables(records)]
     categories = [
         table for record in records for table in category_tables(record.name, record.metrics)
     ]
@@ -307,18 +311,67 @@ def context_tables(records: Sequence[PassRecord]) -> list[Table]:
     return [Table([label, *columns_of(shown)], rows, title=title)]
 
 
+# What the table of sessions says of each pass, beside the acceptance of groups.
+SESSIONS = (
+    "sessions_per_hour",
+    "mean_session_ms",
+    "p90_session_ms",
+    "prefix_hit_rate",
+    "theoretical_hit_rate",
+)
+
+
+def session_tables(records: Sequence[PassRecord]) -> list[Table]:
+    """A table with a row for each pass about the sessions of a trace: how many end in an hour, what
+    a cache has of their prompts, and how many drafts are accepted after that and without it."""
+    shown = [record for record in records if record.has_sessions and record.metrics is not None]
+    if not shown:
+        return []
+    count = min(len({request.conversation for request in record.requests}) for record in shown)
+    keys = [key for key in SESSIONS if has_enough(key, count)]
+    columns, rows = metric_columns(PassMetrics, [record.metrics for record in shown], keys)
+    for name in (COLD, AFTER_HIT):
+        groups = [(record.acceptance_by_hit or {}).get(name) for record in shown]
+        if any(group is not None for group in groups):
+            columns.append(Column(f"acceptance {name}", key=f"draft_acceptance_rate_{name}"))
+            rates = [None if group is None else group.draft_acceptance_rate for group in groups]
+            rows = [[*row, fixed(rate, 3)] for row, rate in zip(rows, rates, strict=True)]
+    return [
+        Table(
+            [Column("mode", is_text=True), *columns],
+            [[record.name, *row] for record, row in zip(shown, rows, strict=True)],
+            title="Sessions, each served once and to its end; the clock stops with the last one",
+        )
+    ]
+
+
+TURN_ROWS = ("mean_prompt_len", "mean_ttft_ms", "p90_ttft_ms", "mean_tpot_ms", "prefix_hit_rate")
+MOST_TURNS = 8  # that have a column; of more, 1, 2, 4, 8, ... and the last
+
+
+def turns_shown(num_turns: int) -> list[int]:
+    if num_turns <= MOST_TURNS:
+        return list(range(1, num_turns + 1))
+    return sorted({*(1 << power for power in range(num_turns.bit_length())), num_turns})
+
+
 def turn_tables(records: Sequence[PassRecord]) -> list[Table]:
     """A table with a column for each turn of the conversations, if there are several."""
     shown = [record for record in records if record.times_by_turn]
-    num_turns = max((len(record.times_by_turn or ()) for record in shown), default=0)
-    if num_turns < 2:
+    most = max((len(record.times_by_turn or ()) for record in shown), default=0)
+    if most < 2:
         return []
+    turns = turns_shown(most)
+    num_turns = len(turns)
     rows = list[list[object]]()
-    count = min(times.num_requests for r in shown for times in r.times_by_turn or ())
-    for key in ("mean_prompt_len", "mean_ttft_ms", "p90_ttft_ms", "prefix_hit_rate"):
+    times_of = {
+        record.name: [t for t in record.times_by_turn or () if t.turn in turns] for record in shown
+    }
+    count = min(times.num_requests for own in times_of.values() for times in own)
+    for key in TURN_ROWS:
         group = dict[str, list[object]]()
         for record in shown if has_enough(key, count) else ():
-            for (label, _), *cells in metric_rows(TurnTimes, record.times_by_turn or (), [key]):
+            for (label, _), *cells in metric_rows(TurnTimes, times_of[record.name], [key]):
                 heading = Heading(label)
                 group[record.name] = cells
         if len(group) > 1 and len(set(map(str, group.values()))) == 1:
@@ -326,7 +379,7 @@ def turn_tables(records: Sequence[PassRecord]) -> list[Table]:
         rows += [[heading, *[None] * num_turns]] if group else []
         rows += [[Shown(f"  {name}", f"{name} {key}"), *cells] for name, cells in group.items()]
     columns = [Column("", is_text=True, key="metric")]
-    columns += [Column(f"turn {turn}", key=f"turn_{turn}") for turn in range(1, num_turns + 1)]
+    columns += [Column(f"turn {turn}", key=f"turn_{turn}") for turn in turns]
     workload = shown[-1].workload
     left_out = None if workload is None else workload.num_later_turns
     below = []

@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
 
-from magicdec.records.acceptance import ReportedCounts, Verifications, acceptance_metrics
+from magicdec.records.acceptance import (
+    GroupAcceptance,
+    ReportedCounts,
+    Verifications,
+    acceptance_by,
+    acceptance_metrics,
+)
 from magicdec.records.intervals import ratio_interval, speed_interval
 from magicdec.records.metrics import (
     FIRST_CONTEXT,
@@ -23,7 +29,13 @@ from magicdec.records.metrics import (
     TurnTimes,
     without_chance,
 )
-from magicdec.records.pass_record import GroupRecord, RequestRecord, verifications_of
+from magicdec.records.pass_record import (
+    AFTER_HIT,
+    COLD,
+    GroupRecord,
+    RequestRecord,
+    verifications_of,
+)
 from magicdec.records.stalls import PassSteps
 
 PERCENTS = (50, 90, 99)
@@ -72,6 +84,7 @@ def pass_metrics(measured: Measured, beside: Beside) -> PassMetrics:
     step_parts = step_metrics(measured, beside)
     stalled_s = step_parts.get("stalled_ms", 0.0) / 1e3
     steady_s = duration_s - stalled_s
+    sessions_ms = [ms for group_requests in by_group for ms in session_times(group_requests)]
     good = [keeps(request, beside.goodput) for request in requests]
     metrics = PassMetrics(
         duration_s=duration_s,
@@ -79,6 +92,7 @@ def pass_metrics(measured: Measured, beside: Beside) -> PassMetrics:
         output_throughput=sum(tokens) / duration_s,
         output_throughput_interval=speed_interval(tokens, [1e3 * s for s in durations_s]),
         steady_output_throughput=sum(tokens) / steady_s if step_parts and steady_s > 0 else None,
+        sessions_per_hour=3600 * len(sessions_ms) / duration_s if sessions_ms else None,
         request_goodput=sum(good) / duration_s if beside.goodput else None,
         arrival_rate=arrival_rate(by_group),
         request_tokens_per_s=mean([1e3 / tpot for tpot in tpots if tpot]),
@@ -87,12 +101,14 @@ def pass_metrics(measured: Measured, beside: Beside) -> PassMetrics:
         num_steps=sum_known(group.num_steps for group in groups) or None,
         num_preemptions=num_preemptions(measured),
         prefix_hit_rate=hit_rate(requests),
+        theoretical_hit_rate=theoretical_hit_rate(requests),
         peak_memory_bytes=peak_memory(groups),
         answer_score=mean([r.answer_score for r in requests if r.answer_score is not None]),
         **summary("ttft", [request.first_token_ms - request.arrival_ms for request in requests]),
         **summary("tpot", tpots),
         **summary("itl", beside.gaps_ms),
         **summary("e2el", [request.finished_ms - request.arrival_ms for request in requests]),
+        **summary("session", sessions_ms),
         **prefill_metrics(measured),
         **step_parts,
         **ratios(measured, beside.reference),
@@ -115,6 +131,16 @@ def duration_ms(requests: Sequence[RequestRecord]) -> float:
     """From the first arrival of a group to the end of its last request."""
     begin_ms = min(request.arrival_ms for request in requests)
     return max(request.finished_ms for request in requests) - begin_ms
+
+
+def session_times(requests: Sequence[RequestRecord]) -> list[float]:
+    """The time of each conversation of a group, from its first arrival to the end of its last
+    request; empty without conversations."""
+    sessions = dict[int, list[RequestRecord]]()
+    for request in requests:
+        if request.conversation is not None:
+            sessions.setdefault(request.conversation, []).append(request)
+    return [duration_ms(members) for members in sessions.values()]
 
 
 def keeps(request: RequestRecord, bounds: Mapping[str, float]) -> bool:
@@ -162,6 +188,15 @@ def hit_rate(requests: Iterable[RequestRecord]) -> float | None:
     num_looked_up = sum(request.num_looked_up_tokens or 0 for request in known)
     num_found = sum(sum(request.joined_prefix_tokens or ()) for request in known)
     return num_found / num_looked_up if num_looked_up else None
+
+
+def theoretical_hit_rate(requests: Iterable[RequestRecord]) -> float | None:
+    """The share of the tokens of prompts that a cache without limits would have had; None where no
+    trace says it."""
+    known = [request for request in requests if request.num_known_tokens is not None]
+    num_tokens = sum(request.prompt_len for request in known)
+    num_known = sum(request.num_known_tokens or 0 for request in known)
+    return num_known / num_tokens if num_tokens else None
 
 
 def peak_memory(groups: Sequence[GroupRecord]) -> int | None:
@@ -395,9 +430,61 @@ def times_by_turn(requests: Sequence[RequestRecord]) -> list[TurnTimes] | None:
             mean_prompt_len=statistics.fmean(request.prompt_len for request in members),
             prefix_hit_rate=hit_rate(members),
             **summary("ttft", [r.first_token_ms - r.arrival_ms for r in members]),
+            **summary("tpot", known([r.tpot_ms for r in members])),
         )
         for turn, members in sorted(turns.items())
     ] or None
+
+
+def acceptance_by_turn(
+    requests: Sequence[RequestRecord], verifications: Verifications
+) -> dict[str, GroupAcceptance] | None:
+    """The acceptance of requests by their turns; None without conversations, and where it is not
+    known by request."""
+    return _acceptance_by([turns_with(request.turn) for request in requests], verifications)
+
+
+def turns_with(turn: int | None) -> str | None:
+    """The group of a turn: 1, 2, and then twice as many turns in each."""
+    if turn is None or turn <= 2:
+        return None if turn is None else str(turn)
+    last = 1 << (turn - 1).bit_length()
+    return f"{last // 2 + 1} to {last}"
+
+
+def acceptance_by_hit(
+    requests: Sequence[RequestRecord], verifications: Verifications
+) -> dict[str, GroupAcceptance] | None:
+    """The acceptance of requests of which a prefix cache had something when they first joined, and
+    of the others; None without such a cache, and where acceptance is not known by request."""
+    names = [
+        None
+        if request.joined_prefix_tokens is None
+        else (AFTER_HIT if any(request.joined_prefix_tokens[:1]) else COLD)
+        for request in requests
+    ]
+    return _acceptance_by(names, verifications)
+
+
+def acceptances_by_group(requests: Sequence[RequestRecord]) -> dict[str, Any]:
+    """The parts of a record that have the acceptance of groups of its requests, by name."""
+    verifications = verifications_of(requests)
+    return {
+        "acceptance_by_context": acceptance_by_context(requests, verifications),
+        "acceptance_by_turn": acceptance_by_turn(requests, verifications),
+        "acceptance_by_hit": acceptance_by_hit(requests, verifications),
+    }
+
+
+def _acceptance_by(
+    names: Sequence[str | None], verifications: Verifications
+) -> dict[str, GroupAcceptance] | None:
+    """As `acceptance_by`, in the order in which the groups come first; None if nothing was drafted
+    for any."""
+    by_name = acceptance_by(names, verifications)
+    found = {name: by_name[name] for name in dict.fromkeys(names) if name is not None}
+    has_drafts = any(group.num_draft_tokens or group.num_spec_steps for group in found.values())
+    return found if has_drafts else None
 
 
 def acceptance_by_context(

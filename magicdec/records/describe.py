@@ -89,6 +89,7 @@ def load_of(record: PassRecord) -> str:
         )
     count = workload["num_requests"]
     noun = "request" if record.turns == 1 else "conversation"
+    noun = "session" if record.has_sessions else noun
     output = "" if workload["gen_len"] is None else f", output length {workload['gen_len']}"
     size = "" if workload.get("batch_size") is None else f", --B {workload['batch_size']}"
     return f"{count} {noun}{'s' * (count != 1)}, arrival {record.arrival}{output}{size}"

@@ -21,6 +21,8 @@ CHANCE = "; with random weights, where drafted"
 ONE_TOKEN = "if every request has a single output token"
 NOT_TIMED = "if no step decodes, or in modes whose steps wait for each other"
 UNTIMED = f"{NOT_TIMED}; on CUDA without `--benchmark`"
+NO_SESSIONS = "without conversations or sessions of a trace"
+NO_HASHES = "without a trace of sessions by hash ids"
 NO_PREFIXES = "without `--prefix_cache`; of a server that does not say it"
 COUNTED_ELSEWHERE = "of `endpoint`"  # another program counts these
 NOT_KEPT = "where each pass prefills its own prompts"
@@ -88,6 +90,14 @@ class Throughput(RecordPart):
         digits=2,
         null="without `--goodput`",
     )
+    sessions_per_hour: float | None = recorded(
+        "conversations, or sessions of a trace, divided by the duration: all that were served, "
+        "each once and to its end",
+        "sessions/h",
+        label="sessions/h",
+        digits=1,
+        null=NO_SESSIONS,
+    )
     arrival_rate: float | None = recorded(
         "requests of a group after the first one divided by the time from its first arrival to the "
         "last",
@@ -134,6 +144,21 @@ class RequestTimes(RecordPart):
     p50_e2el_ms: float = latency("median of the same", label="E2EL p50, ms")
     p90_e2el_ms: float = latency("its 90th percentile", label="E2EL p90, ms")
     p99_e2el_ms: float = latency("its 99th percentile", label="E2EL p99, ms")
+    mean_session_ms: float | None = latency(
+        "time of a session: from the arrival of its first request to the end of its last one, with "
+        "all waits between them; mean over the sessions",
+        label="session mean, ms",
+        null=NO_SESSIONS,
+    )
+    p50_session_ms: float | None = latency(
+        "median of the same", label="session p50, ms", null=NO_SESSIONS
+    )
+    p90_session_ms: float | None = latency(
+        "its 90th percentile", label="session p90, ms", null=NO_SESSIONS
+    )
+    p99_session_ms: float | None = latency(
+        "its 99th percentile", label="session p99, ms", null=NO_SESSIONS
+    )
     request_tokens_per_s: float | None = recorded(
         "tokens of a request after its first, divided by the time from the first to the last; mean "
         "over the requests that have such tokens",
@@ -310,6 +335,16 @@ class StepMetrics(RecordPart):
         digits=3,
         null=NO_PREFIXES,
     )
+    theoretical_hit_rate: float | None = recorded(
+        "what `prefix_hit_rate` would be with a cache without limits, by the hash ids of the "
+        "trace: the tokens of the longest beginning of the blocks of a prompt that have all come "
+        "before, in the order of the recorded times and in the namespace of the ids, divided by "
+        "all tokens of prompts",
+        "0 to 1",
+        label="hits of an unlimited cache",
+        digits=3,
+        null=NO_HASHES,
+    )
     peak_memory_bytes: int | None = recorded(
         "largest memory use of each rank while a group was served, summed over ranks; the largest "
         "of the groups: resident memory on a CPU, allocated device memory on CUDA",
@@ -415,7 +450,7 @@ class ContextAcceptance(AcceptanceMetrics):
 
 @dataclass(frozen=True, kw_only=True)
 class TurnTimes(RecordPart):
-    """How long the requests of one turn of all conversations waited for their first tokens."""
+    """How long the requests of one turn of all conversations waited for their tokens."""
 
     turn: int = recorded("the turn, from 1")
     num_requests: int = recorded("conversations that have it", "requests")
@@ -429,6 +464,10 @@ class TurnTimes(RecordPart):
     p50_ttft_ms: float = latency("median of the same", label="TTFT p50, ms")
     p90_ttft_ms: float = latency("its 90th percentile", label="TTFT p90, ms")
     p99_ttft_ms: float = latency("its 99th percentile", label="TTFT p99, ms")
+    mean_tpot_ms: float | None = _token_latency("time per output token; mean", "TPOT mean, ms")
+    p50_tpot_ms: float | None = _token_latency("median of the same", "TPOT p50, ms")
+    p90_tpot_ms: float | None = _token_latency("its 90th percentile", "TPOT p90, ms")
+    p99_tpot_ms: float | None = _token_latency("its 99th percentile", "TPOT p99, ms")
     prefix_hit_rate: float | None = recorded(
         "as in `metrics`, of these requests",
         "0 to 1",

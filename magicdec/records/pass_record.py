@@ -15,8 +15,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, TypeAdapter
 
-from magicdec.names import DETAILS, load_object
-from magicdec.records.acceptance import ReportedCounts, Verification, Verifications
+from magicdec.names import DETAILS, TRACES, load_object
+from magicdec.records.acceptance import (
+    GroupAcceptance,
+    ReportedCounts,
+    Verification,
+    Verifications,
+)
 from magicdec.records.correctness import Correctness
 from magicdec.records.drafted import JudgedRecord
 from magicdec.records.environment import MemoryRecord
@@ -24,6 +29,7 @@ from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.metrics import (
     COUNTED_ELSEWHERE,
     FIRST_CONTEXT,
+    NO_HASHES,
     NO_PREFIXES,
     NOT_COUNTED,
     NOT_KEPT,
@@ -40,7 +46,13 @@ NUM_PARTS = 100  # of the time of a pass, in which the share that stages are bus
 EXACT_DTYPE = "float32"  # in which every request emits the same tokens in every pass
 NO_VERIFICATIONS = "if nothing was drafted for it; with random weights"
 UNREPORTED = f"{NO_VERIFICATIONS}; if a server does not report it"
-ALONE = "without `--turns`"
+ALONE = "without `--turns` or a trace of sessions"
+NO_GROUPS = (
+    "if nothing was drafted; with random weights; if a server reports it of the whole pass alone; "
+    "if `mismatch` or `failed`"
+)
+AFTER_HIT = "after a hit"
+COLD = "cold"
 UNLOGGED = "except in the passes of the gate; of pipelined speculation; where steps are captured"
 NO_STAGES = "of other modes, or if `mismatch` or `failed`"
 UNDRAFTED = f"if nothing is drafted; with random weights; {NOT_TIMED}"
@@ -136,7 +148,19 @@ class RequestRecord(RecordPart):
         null="of systems that cancel none; with random weights",
     )
     conversation: int | None = recorded("number of its conversation, from 0", null=ALONE)
-    turn: int | None = recorded("its turn in the conversation, from 1", null=ALONE)
+    turn: int | None = recorded(
+        "its turn in the conversation, from 1; of a sub-agent, among its own", null=ALONE
+    )
+    branch: int | None = recorded(
+        "the agent of its session: 0 is the session's own, and its sub-agents are counted on",
+        null=NO_HASHES,
+    )
+    num_known_tokens: int | None = recorded(
+        "tokens of its prompt that a cache without limits would have had, as in "
+        "`theoretical_hit_rate`",
+        "tokens",
+        null=NO_HASHES,
+    )
     num_looked_up_tokens: int | None = recorded(
         "tokens that were looked for in the prefix cache, over all times that it joined",
         "tokens",
@@ -332,7 +356,16 @@ class PassRecord(JudgedRecord):
     )
     times_by_turn: list[TurnTimes] | None = recorded(
         "the times of requests by their turns in conversations",
-        null="without `--turns`; if `mismatch` or `failed`",
+        null=f"{ALONE}; if `mismatch` or `failed`",
+    )
+    acceptance_by_turn: dict[str, GroupAcceptance] | None = recorded(
+        "acceptance by the turns of conversations: `1`, `2`, `3 to 4`, `5 to 8` and so on",
+        null=f"{ALONE}; {NO_GROUPS}",
+    )
+    acceptance_by_hit: dict[str, GroupAcceptance] | None = recorded(
+        "acceptance of the requests of which the prefix cache had something when they first "
+        f"joined (`{AFTER_HIT}`), and of the others (`{COLD}`)",
+        null=f"{NO_PREFIXES}; {NO_GROUPS}",
     )
     acceptance_by_context: list[ContextAcceptance] | None = recorded(
         f"acceptance by the length of prompts: up to {FIRST_CONTEXT} tokens, up to twice as many, "
@@ -438,9 +471,23 @@ class PassRecord(JudgedRecord):
     @property
     def arrival(self) -> str:
         """When its requests arrived, in words."""
+        workload = self.config["workload"]
+        asked = str(workload.get("arrival", "burst"))
+        if self.has_sessions:
+            scale = workload["scale"]
+            starts = workload["session_starts"]
+            loop = "" if self.concurrency is None else ", closed loop"
+            loop += "" if starts is None else f", sessions begin {starts}"
+            return f"{asked}{'' if scale == '1' else f', scale {scale}'}{loop}"
         if self.concurrency is None:
-            return str(self.config["workload"].get("arrival", "burst"))
+            return asked
         return "closed loop" if self.turns == 1 else f"closed loop of up to {self.turns} turns"
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether it served the sessions of a trace."""
+        name, _, file = self.config["workload"].get("arrival", "").partition(":")
+        return bool(file) and name in TRACES
 
     @property
     def turns(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from magicdec.records.acceptance import ReportedCounts
 from magicdec.records.computing import (
     Beside,
-    acceptance_by_context,
+    acceptances_by_group,
     pass_metrics,
     times_by_turn,
 )
@@ -25,6 +25,15 @@ ROUNDING = 1e-5
 ROUNDING_MS = 1e-6
 MOST_DRAFTS = 4096  # of a verification; a record may be a stranger's, and is read to its end
 NOT_OF_REQUESTS = ("mean_itl_ms", "p50_itl_ms", "p90_itl_ms", "p99_itl_ms")
+# Endings of the names of what records of earlier versions lack; and of the parts of their turns.
+ADDED_LATER = (
+    "_session_ms",
+    "sessions_per_hour",
+    "theoretical_hit_rate",
+    "acceptance_by_turn",
+    "acceptance_by_hit",
+)
+ADDED_TO_TURNS = ("_tpot_ms",)
 RATIO_METRICS = (
     "throughput_ratio",
     "speedup",
@@ -57,17 +66,15 @@ def unfounded_metric(record: JudgedRecord, command: Sequence[PassRecord] = ()) -
         is_ratio = name.startswith(RATIO_METRICS)
         if name in NOT_OF_REQUESTS or (is_ratio and reference is None):
             continue
-        if not follows(getattr(metrics, name), getattr(expected, name)):
+        stated = getattr(metrics, name)
+        if not (is_older(name, stated) or follows(stated, getattr(expected, name))):
             return name
-    contexts = None
+    groups: dict[str, Any] = {"times_by_turn": times_by_turn(record.requests)}
     if not record.workload.is_random:
-        contexts = acceptance_by_context(record.requests, record.verifications())
-    groups = {
-        "times_by_turn": (record.times_by_turn, times_by_turn(record.requests)),
-        "acceptance_by_context": (record.acceptance_by_context, contexts),
-    }
-    for name, (stated, found) in groups.items():
-        if not follows(_plain(stated), _plain(found)):
+        groups |= acceptances_by_group(record.requests)
+    for name, found in groups.items():
+        stated = getattr(record, name)
+        if not (is_older(name, stated) or follows(_plain(stated), _plain(found, stated))):
             return name
     return next((name for name, holds in conditions(record, metrics) if not holds), None)
 
@@ -107,8 +114,29 @@ def beside_of(record: PassRecord, reference: PassRecord | None) -> Beside:
     )
 
 
-def _plain(parts: Sequence[Any] | None) -> list[dict[str, Any]] | None:
-    return None if parts is None else [asdict(part) for part in parts]
+def is_older(name: str, stated: Any, added: tuple[str, ...] = ADDED_LATER) -> bool:
+    """Whether a value may be missing, because the record is older than it."""
+    return stated is None and name.endswith(added)
+
+
+def _plain(parts: Any, stated: Any = None) -> Any:
+    """Parts of a record as values. Those that an older record, as `stated`, may lack are left out
+    if it does."""
+    if isinstance(parts, dict):
+        return {name: asdict(part) for name, part in parts.items()}
+    if parts is None:
+        return None
+    older = stated or ()
+    lacking = {
+        name
+        for part in older
+        for name, value in vars(part).items()
+        if is_older(name, value, ADDED_TO_TURNS)
+    }
+    return [
+        {name: None if name in lacking else value for name, value in asdict(part).items()}
+        for part in parts
+    ]
 
 
 def follows(stated: Any, expected: Any) -> bool:

@@ -64,7 +64,7 @@ def _program(record: PassRecord) -> Row:
 def _traffic(record: PassRecord) -> Row:
     """The mean arrivals a second, and the requests in flight of a closed loop. vLLM's burstiness is
     the shape of gamma distributed distances, of which a Poisson process has 1."""
-    text = record.arrival
+    text = record.config["workload"].get("arrival", BURST)
     if record.concurrency is not None:
         return {"request_rate": "inf", "max_concurrency": record.concurrency}
     if text == BURST:
