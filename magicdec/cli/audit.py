@@ -33,10 +33,11 @@ from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.parser import ConfigFile, ParsedValues
 from magicdec.cli.parsing.record_files import BaselineFileSection, given_flags
 from magicdec.config.masking import masked
-from magicdec.config.sections import OutputSection, SamplingSection, WorkloadSection
+from magicdec.config.sections import OutputSection, PictureSection, SamplingSection, WorkloadSection
 from magicdec.config.setting import same, setting
 from magicdec.distributed.groups import Launch
 from magicdec.names import OPENAI_API, PAYS_CHECK, SERVER_APIS, load_object
+from magicdec.output.figures import check_picture
 from magicdec.output.tables import print_tables
 from magicdec.output.writing import check_files, check_record_file, to_json, write_text
 from magicdec.records.comparison.compare import exit_code, junit
@@ -64,7 +65,7 @@ MOST_BOOKS = 1000
 EVERYDAY = (
     *("--endpoint", "--plain", "--endpoint_api", "--endpoint_metrics", "--dataset"),
     *("--prefix_len", "--gen_len", "--num_requests", "--concurrency", "--checks"),
-    *("--temperature", "--arm", "--junit", "--baseline", "--out"),
+    *("--temperature", "--arm", "--plot", "--junit", "--baseline", "--out"),
 )
 EXIT_CODES = (
     "exit codes: 0 no fault, 1 a fault or a regression, 2 wrong usage, 3 something could not be "
@@ -145,6 +146,7 @@ class AuditFlags:
         "vLLM (the key num_speculative_tokens_per_batch_size) and SGLang "
         "(--speculative-adaptive-config).",
     )
+    plot: Path | None = same(PictureSection, "plot")
     junit: Path | None = same(RuleSection, "junit")
     baseline: Path | None = same(BaselineFileSection, "baseline", is_default=True)
     out: Path = same(OutputSection, "results", Path(OutputSection.results))
@@ -155,7 +157,7 @@ def run(values: ParsedValues) -> int:
     args = values[AuditFlags]
     check(args)
     if args.arm is None:
-        names = ("rounds", "price_per_hour", "export_schedule")
+        names = ("rounds", "price_per_hour", "export_schedule", "plot")
         values.refuse_given([f"flags.{name}" for name in names], "there is no --arm")
     old = None if args.baseline is None else last_audit(args.baseline)
     from magicdec.hardware.environment import describe_environment
@@ -189,6 +191,8 @@ def run(values: ParsedValues) -> int:
         write_text("--junit", args.junit, junit(comparisons, TITLE, "magicdec.bench.audit"))
     if args.export_schedule is not None:
         export(args.export_schedule, record)
+    if args.plot is not None:
+        plot(args.plot, record)
     if not is_whole:
         raise KeyboardInterrupt(f"{len(record.checks)} of {len(checks_of(args))} checks are kept")
     return exit_code(comparisons)
@@ -209,6 +213,18 @@ def export(path: Path, record: AuditRecord) -> None:
         return
     write_text("--export_schedule", path, f"{to_json(schedule)}\n")
     say(f"--export_schedule {path}: drafts at context {schedule['context']}")
+
+
+def plot(path: Path, record: AuditRecord) -> None:
+    """Draw the cells that were measured with drafts and without, if there are any."""
+    cells = compared(record.arms)
+    if not cells:
+        say(f"--plot {path} was not drawn: nothing was measured with drafts and without")
+        return
+    from magicdec.bench.audit.figure import draw
+
+    draw("--plot", path, cells)
+    say(f"drawn to {path}")
 
 
 def say(line: str) -> None:
@@ -247,7 +263,10 @@ def checks_of(args: AuditFlags) -> tuple[str, ...]:
 
 def check(args: AuditFlags) -> None:
     """Raises ValueError, one line naming the flag, for what cannot be audited."""
-    check_files({"--junit": args.junit, "--export_schedule": args.export_schedule})
+    if args.plot is not None:
+        check_picture("--plot", args.plot)
+    files = {"--plot": args.plot, "--junit": args.junit, "--export_schedule": args.export_schedule}
+    check_files(files)
     check_record_file("--out", args.out)
     if PAYS_CHECK in checks_of(args) and args.gen_len == 1:
         raise ValueError(

@@ -585,7 +585,7 @@ class PictureSection:
     plot: Path | None = setting(
         None,
         "Draw what was measured to this file, .png, .svg or .pdf: requests or stages over time, "
-        "of the first repeat, or acceptance by context.",
+        "of the first repeat, acceptance by context, or where drafts pay.",
     )
     plot_ms: float | None = setting(
         None,

@@ -33,6 +33,7 @@ from magicdec.bench.audit.arms import (
     num_steps_in,
 )
 from magicdec.bench.audit.asking import AuditedServer, ServerAnswer, together
+from magicdec.bench.audit.figure import draw
 from magicdec.bench.audit.pays import (
     DRAFTS,
     IDLE,
@@ -88,6 +89,16 @@ CELLS = [
     *both(512, 8, [0.03, 0.031, 0.032], 2.0),
     *both(2048, 8, [0.018, 0.019, 0.021], 2.0),  # 9 to 10.5 ms a token
 ]
+
+
+def test_a_figure_says_verdicts_without_colours(tmp_path: Path) -> None:
+    """In words, and undecided cells are hatched: a shape more than the others have."""
+    draw("--plot", tmp_path / "map.svg", compared(CELLS))
+    text = (tmp_path / "map.svg").read_text()
+    ratio = compared(CELLS)[-1].speedup
+    lines = [f"{ratio.value:.2f}", f"[{ratio.low:.2f}, {ratio.high:.2f}]", "undecided"]
+    assert all(text.count(f"<!-- {line} -->") == 1 for line in [*lines, "does not pay"])
+    assert text.count("<!-- pays -->") == 2 and text.count("<pattern") == 1
 
 
 def test_a_ratio_has_the_range_over_pairs_of_rounds() -> None:
@@ -343,6 +354,7 @@ URL = "http://127.0.0.1:9/v1"
         (["--checks", "pays"], "--checks pays needs --arm plain=URL drafts=URL"),
         (["--endpoint", URL, "--checks", "pays"], "--checks pays needs --arm"),
         (["--endpoint", URL, "--price_per_hour", 2], "--price_per_hour does nothing here"),
+        (["--endpoint", URL, "--plot", "map.png"], "--plot does nothing here: there is no --arm"),
         (["--endpoint", URL, "--rounds", 3], "--rounds does nothing here: there is no --arm"),
     ],
 )
@@ -450,7 +462,9 @@ def test_arms_that_commands_start(audit: Auditing, serving: Starting, tmp_path: 
         f"drafts={serving(step_s=STEP_S)}",
         f"idle={serving(speculates=False)}",
         *("--price_per_hour", 2.5, "--export_schedule", schedule, "--concurrency", 3),
+        *("--plot", tmp_path / "map.svg"),
     )
+    assert (tmp_path / "map.svg").is_file()
     assert ended.code == 0, ended
     check = records[0].checks[0]
     assert (check.name, check.status) == ("pays", "verified")
@@ -572,11 +586,11 @@ def test_servers_that_run_already_beside_other_checks(audit: Auditing, running: 
 def test_a_signal_ends_the_server(
     book: Path, serving: Starting, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """In the middle of answers, which would take minutes."""
+    """In the middle of answers, which would take minutes, as would scores of them."""
     words = [sys.executable, "-m", "magicdec", "audit", "--dataset", str(book)]
     words += ["--prefix_len", "16", "--concurrency", "2", "--num_requests", "2"]
     words += ["--out", str(tmp_path / "audits.jsonl")]
-    slow = serving(speculates=False, step_s=10.0)
+    slow = serving(speculates=False, step_s=10.0, lacks=("scores",))
     process = subprocess.Popen(
         [*words, "--arm", f"plain={slow}", f"drafts={slow}"],
         stderr=subprocess.PIPE,

@@ -110,6 +110,7 @@ class Arms:
         """Raises ValueError if a server has another model than that of the first arm."""
         if self.unknown:
             return
+        self.say(f"{server.connection.option}: which model it serves")
         try:
             if self.scores is None:
                 prompts = self.prompts[min(self.prompts)]
