@@ -137,6 +137,24 @@ def test_a_planted_fault_is_found_and_named(audit: Auditing, fault: str) -> None
     assert name in found.findings(check), found.findings(check)
 
 
+def test_samples_are_drawn_where_lookups_draft(audit: Auditing) -> None:
+    """Texts without repeats, after which they draft nothing else."""
+    flags = ["--checks", SAMPLING]
+    sound = audit(*flags, looks_up=True)
+    assert sound.ended.code == 0, sound.ended
+    assert sound.record.sampled and sound.status(SAMPLING) == "verified"
+    lossy = audit(*flags, looks_up=True, fault="drafts accepted by the likeliest token")
+    assert lossy.ended.code == 1 and "distribution" in lossy.findings(SAMPLING)
+
+
+def test_samples_without_a_known_distribution_are_not_judged(audit: Auditing) -> None:
+    """Of a flat one the likeliest tokens are not as much as `top_p`."""
+    flags = ["--checks", SAMPLING, "--temperature", 1, "--top_p", 0.999]
+    found = audit(*flags, sharpness=1.2)
+    assert found.ended.code == 3 and not found.record.sampled
+    assert "no place was found" in found.record.checks[0].text
+
+
 def test_every_kind_of_fault_is_planted() -> None:
     assert {*CHECK_OF} == {*FAULTS}
     assert {check for check, _ in CHECK_OF.values()} == {GREEDY, SAMPLING, COUNTERS, STATE}

@@ -163,14 +163,14 @@ class Drawing:
         return ServerAnswer(ids, [1, token, *[0] * (count - 2)])
 
     def next_token(self, ids: list[int]) -> ScoredToken:
-        if ids[-1] == 1 and len(ids) == 4:
+        if ids == [7, 7, 7, 1]:
             return ScoredToken(0, {token: math.log(p) for token, p in enumerate(self.right)})
         return ScoredToken(0, {0: 0.0, 1: -30.0})
 
 
 def draws_of(server: Drawing, trials: int) -> list[float]:
     """The p-values of so many places, and of each that no seed is drawn twice."""
-    place = OpenPlace((7, 7, 7), 1, 1.0, 2)
+    place = OpenPlace((7, 7, 7), 1, 1.0, (0, 1))
     (counts,) = draws_needed([place], 0.2)
     found = []
     for _ in range(trials):

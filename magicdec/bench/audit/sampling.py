@@ -3,10 +3,9 @@ many draws of the next tokens, tested by chi-squared.
 
 The first token of an answer comes from the forward of the prompt and proves nothing. So the text of
 a place ends before a token that is nearly certain, and draws that begin with it are tested at the
-tokens after it, which drafts can be. The text begins with its own end and another token than the
-likeliest one, so that lookups have something to draft. What looks wrong is drawn again, with new
-seeds, and is wrong if it is so again: a sound server is drawn from half as often as by one test of
-that power.
+tokens after it, which drafts can be. The text begins with its own end and one of these tokens, so
+that lookups have something to draft. What looks wrong is drawn again, with new seeds, and is wrong
+if it is so again: a sound server is drawn from half as often as by one test of that power.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ NUM_DEPTHS = 3  # tokens after the first that are tested
 LOOKED_UP = (
     12  # tokens of its end with which a text begins, as llama.cpp's lookups match by default
 )
+MOST_TRIED = 12  # open places that are asked for with other texts before them
 LEAST_DRAFTED = 0.5  # share of draws in which drafts were judged, without which they prove nothing
 TAIL = -1  # the cell of tokens that are not told apart
 LEAST_SLACK = 0.01  # of sums of probabilities at the edge of `top_p`
@@ -51,19 +51,17 @@ Beginning = tuple[int, ...]
 
 @dataclass(frozen=True)
 class OpenPlace:
-    """A text and the token that nearly always follows it, after which several can. `second` is the
-    second likeliest of these."""
+    """A text and the token that nearly always follows it, after which several can. `likely` are the
+    two likeliest of these."""
 
     ids: tuple[int, ...]
     first: int
     chance: float  # of `first`
-    second: int
+    likely: tuple[int, int]
 
-    @property
-    def looked_up(self) -> OpenPlace:
-        """The same with a beginning from which lookups draft `second`."""
-        ids = (*self.ids[-LOOKED_UP:], self.first, self.second, *self.ids)
-        return replace(self, ids=ids)
+    def looked_up(self, draft: int) -> OpenPlace:
+        """The same with a beginning from which lookups draft this token."""
+        return replace(self, ids=(*self.ids[-LOOKED_UP:], self.first, draft, *self.ids))
 
 
 @dataclass(frozen=True)
@@ -122,8 +120,9 @@ def find_places(audit: Audit, judge: Judge, noise: Noise) -> list[OpenPlace]:
     found = list[OpenPlace]()
     for answers in (audit.cold[shortest], few):
         distinct = [*{(one.prompt_ids, *one.output_ids): one for one in answers}.values()]
-        places = open_places(distinct, judge.judge(distinct))
-        for place in [*(place.looked_up for place in places), *places]:
+        places = open_places(distinct, judge.judge(distinct))[:MOST_TRIED]
+        drafted = [place.looked_up(place.likely[rank]) for rank in (0, 1) for place in places]
+        for place in [*drafted, *places]:
             if len(found) == audit.plan.num_places:
                 return found
             sampling = sampling_at(len(found), audit.plan)
@@ -132,47 +131,51 @@ def find_places(audit: Audit, judge: Judge, noise: Noise) -> list[OpenPlace]:
     return found
 
 
-def judged_place(
-    server: AuditedServer, place: OpenPlace, sampling: AskedSampling, noise: Noise
-) -> OpenPlace | None:
-    """A place as the server sees it; None if it is not open, or its distribution not known."""
-    before = server.next_token(place.ids)
-    here = server.next_token([*place.ids, place.first])
-    if not is_open(before, place.first, here) or expected_of(here, sampling, noise) is None:
-        return None
-    return replace(place, chance=math.exp(before.logprobs[place.first]))
-
-
-def is_open(before: ScoredToken, first: int, here: ScoredToken) -> bool:
-    """Whether a token is nearly certain, and after it several are likely."""
-    chance = math.exp(max(here.logprobs.values()))
-    forced = math.exp(before.logprobs.get(first, -math.inf))
-    return forced >= FORCED and LEAST_OPEN <= chance <= MOST_OPEN
-
-
 def open_places(
     answers: Sequence[ServerAnswer], scored: Sequence[dict[int, ScoredToken]]
 ) -> list[OpenPlace]:
-    """The open places, one of each answer, from the most open one on, of greedy answers with what
-    is said of their tokens."""
+    """Where greedy answers are open by what is said of their tokens, from the most open place on.
+    Of the token before it may be known nothing."""
     found = list[tuple[float, OpenPlace]]()
     for answer, places in zip(answers, scored, strict=True):
-        options = []
         for i, here in places.items():
-            before = places.get(i - 1)
-            first = answer.output_ids[i - 1]
-            if before is None or not is_open(before, first, here):
+            if i == 0 or not is_open(here):
                 continue
-            likely = sorted(here.logprobs, key=lambda token: -here.logprobs[token])
+            first = answer.output_ids[i - 1]
+            forced = chance_of(first, places[i - 1]) if i - 1 in places else FORCED
+            if forced < FORCED:
+                continue
+            likely = [
+                token for token, _ in sorted(here.logprobs.items(), key=lambda pair: -pair[1])
+            ]
             ids = tuple(answer.text_ids[: len(answer.prompt_ids) + i - 1])
-            forced = math.exp(before.logprobs[first])
-            chance = math.exp(here.logprobs[likely[0]])
-            place = OpenPlace(ids, first, forced, likely[1])
-            options.append((forced * (1 - abs(chance - 0.4)), place))
-        if options:
-            found.append(max(options, key=lambda option: option[0]))
+            place = OpenPlace(ids, first, forced, (likely[0], likely[1]))
+            found.append((forced * (1 - abs(chance_of(likely[0], here) - 0.4)), place))
     found.sort(key=lambda option: -option[0])
     return [place for _, place in found]
+
+
+def judged_place(
+    server: AuditedServer, place: OpenPlace, sampling: AskedSampling, noise: Noise
+) -> OpenPlace | None:
+    """A place as the server sees it; None if several tokens are not likely after one that is nearly
+    certain, or if their distribution does not follow."""
+    chance = chance_of(place.first, server.next_token(place.ids))
+    if chance < FORCED:
+        return None
+    here = server.next_token([*place.ids, place.first])
+    if not is_open(here) or expected_of(here, sampling, noise) is None:
+        return None
+    return replace(place, chance=chance)
+
+
+def chance_of(token: int, scored: ScoredToken) -> float:
+    return math.exp(scored.logprobs.get(token, -math.inf))
+
+
+def is_open(scored: ScoredToken) -> bool:
+    """Whether several tokens are likely."""
+    return LEAST_OPEN <= math.exp(max(scored.logprobs.values())) <= MOST_OPEN
 
 
 def draws_needed(places: Sequence[OpenPlace], total_variation: float) -> list[tuple[int, int]]:
