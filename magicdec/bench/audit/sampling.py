@@ -40,7 +40,7 @@ LOOKED_UP = (
     12  # tokens of its end with which a text begins, as llama.cpp's lookups match by default
 )
 MOST_TRIED = 12  # open places that are asked for with other texts before them
-LEAST_DRAFTED = 0.5  # share of draws in which drafts were judged, without which they prove nothing
+LEAST_DRAFTED = 0.25  # share of draws in which drafts were judged, below which they prove nothing
 TAIL = -1  # the cell of tokens that are not told apart
 LEAST_SLACK = 0.01  # of sums of probabilities at the edge of `top_p`
 NUM_ERRORS = 3  # relative errors of a probability that are slack there
@@ -96,16 +96,30 @@ def check(name: str, audit: Audit) -> AuditCheck:
     answers = [answer for found in drawn for answer in found.answers]
     num_drafted = sum_of("drafted", answers)
     text = f"{len(answers)} answers at {len(places)} places, {len(audit.sampled)} tests"
-    text += "" if num_drafted is None else f", {num_drafted} draft tokens judged"
-    drafting = [answer for answer in answers if answer.counts and answer.counts.drafted]
-    is_seldom = num_drafted is not None and len(drafting) < LEAST_DRAFTED * len(answers)
-    if is_seldom and not findings:
-        text += f" in {len(drafting)} of the answers: without drafts they prove nothing"
-        return AuditCheck.of(name, [], text, Status.UNVERIFIED)
+    distance = plan.total_variation
+    if num_drafted is not None:
+        share = share_drafted(places, drawn)
+        text += f", drafts judged in {share:.0%} of draws"
+        if share < LEAST_DRAFTED and not findings:
+            return AuditCheck.of(name, [], f"{text}: they prove nothing", Status.UNVERIFIED)
+        distance /= max(share, LEAST_DRAFTED)
     if not audit.sampled:
         return AuditCheck.of(name, [], text, Status.UNVERIFIED)
-    bound = f"a distance of less than {plan.total_variation:g} (total variation) at the first "
-    return AuditCheck.of(name, findings, text, bound=f"{bound}token that drafts can be")
+    bound = f"a distance of less than {distance:.2g} (total variation) at the first token that "
+    return AuditCheck.of(name, findings, text, bound=f"{bound}drafts can be")
+
+
+def share_drafted(places: Sequence[OpenPlace], drawn: Sequence[DrawnPlace]) -> float:
+    """The share of draws that begin as they are to in which drafts were judged: a fault of these
+    changes the distribution of all by so much less."""
+    tested = [
+        answer
+        for place, found in zip(places, drawn, strict=True)
+        for answer in found.answers
+        if answer.output_ids[0] == place.first
+    ]
+    drafting = [answer for answer in tested if answer.counts and answer.counts.drafted]
+    return len(drafting) / max(1, len(tested))
 
 
 def sampling_at(number: int, plan: AuditPlan) -> AskedSampling:

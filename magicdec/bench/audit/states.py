@@ -15,9 +15,11 @@ from magicdec.bench.audit.counting import num_steps_of, tokens_per_step
 from magicdec.bench.audit.judging import WrongToken, finding_of, wrong_tokens
 from magicdec.bench.audit.measuring import Audit
 from magicdec.bench.audit.record import AuditCheck, AuditFinding, StateCell
+from magicdec.bench.audit.statistics import chance_of_mean, rejected
 from magicdec.records.intervals import FEWEST_PROMPTS, quantile
 from magicdec.records.record import Status
 
+ALPHA = 1e-3  # of a loss by chance in any state
 LEAST_LOSS = 0.1  # share of the tokens a step that a state may cost by chance
 NUM_TURNS = 5
 MOST_TALKS = 4  # conversations
@@ -72,7 +74,9 @@ def check(name: str, audit: Audit) -> AuditCheck:
         findings,
         text,
         Status.VERIFIED if is_judged else Status.UNVERIFIED,
-        "a loss of less than a tenth of the tokens a step" if known else None,
+        "a loss of less than a tenth of the tokens a step, or of some prompts alone"
+        if known
+        else None,
     )
 
 
@@ -152,7 +156,7 @@ def conversations(audit: Audit, cold: Sequence[ServerAnswer], context: int) -> l
 def cell_of(pairs: Pairs, num_wrong: int) -> StateCell:
     cached = [answer.cached for answer in pairs.answers]
     known = [amount for amount in cached if amount is not None]
-    found = difference_of([pairs])
+    differences = differences_of([pairs])
     return StateCell(
         state=pairs.state,
         context=pairs.context,
@@ -160,30 +164,34 @@ def cell_of(pairs: Pairs, num_wrong: int) -> StateCell:
         num_requests=len(pairs.answers),
         tokens_per_step=tokens_per_step(pairs.answers),
         cold_tokens_per_step=tokens_per_step(pairs.cold),
-        difference=None if found is None else found[0],
-        difference_interval=None if found is None else found[1],
+        difference=statistics.fmean(differences) if differences else None,
+        difference_interval=interval_of(differences) if differences else None,
         num_cached=sum(known) if len(known) == len(cached) else None,
         num_different=len(pairs.others),
         num_wrong=num_wrong,
     )
 
 
-def difference_of(groups: Sequence[Pairs]) -> tuple[float, list[float]] | None:
-    """The mean difference of tokens a step, and its 95 % interval by Student's t over pairs."""
-    differences = list[float]()
+def differences_of(groups: Sequence[Pairs]) -> list[float]:
+    """Of each pair, the tokens a step in the state less those without KV. Empty if they are not
+    known of one, or if there are too few pairs."""
+    found = list[float]()
     for pairs in groups:
         for answer, cold in zip(pairs.answers, pairs.cold, strict=True):
             steps = num_steps_of(answer), num_steps_of(cold)
             if not steps[0] or not steps[1]:
-                return None
+                return []
             lengths = len(answer.output_ids) - 1, len(cold.output_ids) - 1
-            differences.append(lengths[0] / steps[0] - lengths[1] / steps[1])
-    if len(differences) < FEWEST_PROMPTS:
-        return None
-    mean = statistics.fmean(differences)
+            found.append(lengths[0] / steps[0] - lengths[1] / steps[1])
+    return found if len(found) >= FEWEST_PROMPTS else []
+
+
+def interval_of(differences: Sequence[float]) -> list[float]:
+    """The 95 % interval of their mean, by Student's t."""
     error = statistics.stdev(differences) / math.sqrt(len(differences))
     half = quantile(len(differences) - 1) * error
-    return mean, [mean - half, mean + half]
+    mean = statistics.fmean(differences)
+    return [mean - half, mean + half]
 
 
 def losses_of(groups: Sequence[Pairs]) -> list[AuditFinding]:
@@ -193,8 +201,13 @@ def losses_of(groups: Sequence[Pairs]) -> list[AuditFinding]:
     for pairs in groups:
         state = TURNS if pairs.state.startswith(TURN_WORD) else pairs.state
         by_state.setdefault(state, []).append(pairs)
-    lost = {state: lost_acceptance(state, found) for state, found in by_state.items()}
-    found = {state: finding for state, finding in lost.items() if finding is not None}
+    losses = [loss_of(state, pairs) for state, pairs in by_state.items()]
+    chances = [1.0 if loss is None else loss.chance for loss in losses]
+    found = {
+        state: loss.finding
+        for state, loss, is_lost in zip(by_state, losses, rejected(chances, ALPHA), strict=True)
+        if loss is not None and is_lost
+    }
     if LATER in found:
         return [found[LATER]]
     if len(found) > 1 and (last := found.pop(LAST, None)) is not None:
@@ -203,18 +216,27 @@ def losses_of(groups: Sequence[Pairs]) -> list[AuditFinding]:
     return list(found.values())
 
 
-def lost_acceptance(state: str, groups: Sequence[Pairs]) -> AuditFinding | None:
-    """The finding that a state, in one or several groups of pairs, costs acceptance."""
+@dataclass(frozen=True)
+class Loss:
+    """A finding, and the probability of such a one by chance."""
+
+    finding: AuditFinding
+    chance: float
+
+
+def loss_of(state: str, groups: Sequence[Pairs]) -> Loss | None:
+    """What a state, in one or several groups of pairs, costs of acceptance; None if it is not
+    known. A little is as if by chance."""
     warm = tokens_per_step([answer for pairs in groups for answer in pairs.answers])
     cold = tokens_per_step([answer for pairs in groups for answer in pairs.cold])
-    found = difference_of(groups)
-    if warm is None or cold is None or found is None:
+    differences = differences_of(groups)
+    if warm is None or cold is None or not differences:
         return None
-    _, ends = found
-    if ends[1] >= 0 or warm > (1 - LEAST_LOSS) * cold:
-        return None
+    low, high = interval_of(differences)
     text = (
         f"{warm:.2f} tokens a step, {cold:.2f} without KV of the prompt (difference "
-        f"{ends[0]:.2f} to {ends[1]:.2f})"
+        f"{low:.2f} to {high:.2f})"
     )
-    return AuditFinding(name=f"acceptance {state}", text=text)
+    finding = AuditFinding(name=f"acceptance {state}", text=text)
+    is_little = warm > (1 - LEAST_LOSS) * cold
+    return Loss(finding, 1.0 if is_little else chance_of_mean(differences))

@@ -117,6 +117,16 @@ def binomial_tail(successes: int, trials: int, chance: float) -> float:
     return float(binom.sf(successes - 1, trials, chance))
 
 
+def chance_of_mean(values: Sequence[float]) -> float:
+    """The probability that the mean of values around 0 is this one or less, by Student's t."""
+    from scipy.stats import t
+
+    mean, spread = float(np.mean(values)), float(np.std(values, ddof=1))
+    if spread == 0:
+        return 1.0 if mean >= 0 else 0.0
+    return float(t.cdf(mean / (spread / math.sqrt(len(values))), len(values) - 1))
+
+
 def most_undetected(num_judged: int) -> float:
     """The share of wrong tokens that a sample without one excludes, with 95 % certainty."""
     return 1 - (1 - LEVEL) ** (1 / max(1, num_judged))

@@ -41,8 +41,8 @@ PROPERTIES = (
             Fault(
                 "no state loses acceptance",
                 f"{ROOM}states.py",
-                "if ends[1] >= 0 or warm > (1 - LEAST_LOSS) * cold:",
-                "if True:",
+                "is_little = warm > (1 - LEAST_LOSS) * cold",
+                "is_little = True",
             ),
         ),
     ),

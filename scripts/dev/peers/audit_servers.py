@@ -19,6 +19,7 @@ import argparse
 import itertools
 import json
 import random
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -236,6 +237,7 @@ def reasons(record: AuditRecord) -> Iterator[str]:
 
 def main() -> int:
     asked = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the server too
     texts = itertools.islice(passages(asked.books, asked.seed), asked.first, None)
     verdicts = Counter[str]()
     numbers = range(asked.first, asked.first + asked.count)
