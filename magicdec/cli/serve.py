@@ -54,7 +54,6 @@ from magicdec.systems.modes import DEFAULT_NAMES, MODES, SYSTEMS, Pass
 from magicdec.systems.options import ServeOptions, with_values
 from magicdec.workload.prompt_sets import is_prompt_set
 from magicdec.workload.request_shapes import TRACE, UNIFORM, Arrival, parse_arrival
-from magicdec.workload.traces.sessions import form_has_texts
 
 if TYPE_CHECKING:
     from magicdec.bench.measure import MeasuredPasses
@@ -240,7 +239,7 @@ class Command:
                 f"--prompt_format {CHAT}: prompts that are cut to several lengths would lose the "
                 f"template's end; leave {UNIFORM} and {TRACE} out, or use --prompt_format {PLAIN}"
             )
-        if options.turns > 1 and not is_prompt_set(dataset):
+        if options.turns > 1 and not is_prompt_set(dataset) and not arrival.has_sessions:
             raise ValueError(
                 f"--turns {options.turns}: --dataset {dataset} has no conversations; give a set "
                 "that has some, such as mt_bench:FILE"
@@ -256,9 +255,6 @@ class Command:
         form = f"--arrival {arrival.process}"
         dataset = config.workload.dataset
         kind = dataset.partition(":")[0]
-        if form_has_texts(arrival.process):
-            values.refuse_given(["workload.dataset"], "the trace has the texts")
-            return
         values.refuse_given(["serving.prefix_len", "serving.gen_len"], "the trace has the lengths")
         if is_prompt_set(dataset) or kind in ("ruler", "recall"):
             raise ValueError(

@@ -194,11 +194,10 @@ class ServeOptions:
                 f"--concurrency {self.most_in_flight} exceeds the {len(shapes)} requests, which "
                 "are never so many in flight; choose a larger --num_requests"
             )
-        has_lengths = arrival.trace is not None and not (replay and replay.has_texts)
         settled = replace(
             self,
             arrival=BURST if is_closed and replay is None else self.arrival,
-            gen_len=None if has_lengths else self.gen_len or str(DEFAULT_GEN_LEN),
+            gen_len=None if arrival.trace is not None else self.gen_len or str(DEFAULT_GEN_LEN),
             goodput=self.goodput or {},
             shapes=tuple(shapes),
             replay=replay,

@@ -35,7 +35,6 @@ from magicdec.workload.prompt_sets import (
 )
 from magicdec.workload.traces.block_texts import BlockTexts
 from magicdec.workload.traces.replay import Replay
-from magicdec.workload.traces.sessions import Blocks
 
 ENOUGH_BOOKS = 50  # of more only as many are read as the prompts need
 MOST_ITEMS = 5000  # that are read of a dataset
@@ -395,11 +394,7 @@ def _sessions_workload(
     texts = BlockTexts(name, corpus, wanted.seed, bos)
     talks = list[Conversation]()
     for session, plans in zip(replay.sessions, replay.plans(), strict=True):
-        prompts = [
-            texts.prompt(session.namespace, request.prompt)
-            for request in session.requests
-            if isinstance(request.prompt, Blocks)
-        ]
+        prompts = [texts.prompt(session.namespace, request.prompt) for request in session.requests]
         talks.append(Conversation(tuple((prompt,) for prompt in prompts), plans=plans))
     every = tuple(prompt for talk in talks for (prompt,) in talk.turns)
     return Workload(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from conftest import Command
 from identities import check_command, check_metrics
+from trace_files import agent, call, weka, write_lines
 
 from magicdec.bench.showing import break_even, context_tables
 from magicdec.cli.serve import COMMANDS
@@ -348,6 +349,29 @@ def test_a_conversation_goes_on_with_the_servers_own_answers(
         "sends an answer without all of its token ids, with which a conversation of --turns 2 "
         "would go on; ask by an --endpoint_api that sends ids, or leave --turns out"
     )
+
+
+@pytest.mark.usefixtures("learning")
+def test_a_server_gets_the_requests_of_a_trace(
+    words: list[str], server: StandInServer, tmp_path: Path
+) -> None:
+    """Each as its answer before has ended and its tool was used, whatever the answer was."""
+    calls = [call(at, 16 + at, think_time=0.05 * at, out=4) for at in range(3)]
+    rows = [weka(*calls, agent(4, call(4, 24, [9, 10, 11], out=2))), weka(call(0, 8))]
+    trace = write_lines(tmp_path / "trace.jsonl", rows)
+    own = words[: words.index("--num_requests")]
+    own += ["--ignore_eos", "--endpoint", server.address, "--arrival", f"weka:{trace}"]
+    assert run([*own, "--modes", "sequential", "endpoint"]) == 0
+    ours, theirs = records_of(tmp_path)
+    assert (theirs["status"], theirs["num_differing"]) == ("verified", 0)
+    for record in (ours, theirs):
+        first, second, third, inner, other = record["requests"]
+        assert second["arrival_ms"] >= first["finished_ms"] + 50
+        assert third["arrival_ms"] >= second["finished_ms"] + 100
+        assert inner["arrival_ms"] >= third["finished_ms"] + 1000 and inner["branch"] == 1
+        assert (other["conversation"], other["arrival_ms"]) == (1, 0.0)
+    server.has_ids = False  # no prompt needs them
+    assert run([*own, "--modes", "endpoint"]) == 0
 
 
 def test_no_prompt_begins_as_one_of_the_warm_up(words: list[str], server: StandInServer) -> None:

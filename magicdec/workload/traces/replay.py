@@ -14,7 +14,6 @@ from magicdec.workload.request_shapes import RequestShape
 from magicdec.workload.traces.sessions import (
     START,
     THINK,
-    Blocks,
     Session,
     known_tokens,
     read_sessions,
@@ -47,56 +46,38 @@ class Replay:
         return cls(tuple(session.scaled(scale) for session in sessions), waits)
 
     @property
-    def has_texts(self) -> bool:
-        """Whether prompts are texts, which have lengths only as tokens of a model."""
-        return not all(
-            isinstance(request.prompt, Blocks)
-            for session in self.sessions
-            for request in session.requests
-        )
-
-    @property
     def num_block_tokens(self) -> int:
         """Tokens of all different blocks, and of what is in no block."""
         sizes = dict[tuple[str, int], int]()
         total = 0
         for session in self.sessions:
             for request in session.requests:
-                if isinstance(prompt := request.prompt, Blocks):
-                    for hash_id in prompt.hash_ids:
-                        sizes[session.namespace, hash_id] = prompt.block_size
-                    total += prompt.length - prompt.num_in_blocks
+                prompt = request.prompt
+                for hash_id in prompt.hash_ids:
+                    sizes[session.namespace, hash_id] = prompt.block_size
+                total += prompt.length - prompt.num_in_blocks
         return total + sum(sizes.values())
 
     def shapes(self, starts_ms: Sequence[float] | None) -> list[RequestShape]:
         """The longest prompt and output of each session, and when it begins: as in the trace, or at
-        `starts_ms`. Those whose prompts are texts are not known yet."""
+        `starts_ms`."""
         return [
             RequestShape(
                 1e3 * session.begin_s if starts_ms is None else starts_ms[number],
-                max(self.lengths_of(session)[0]),
-                max(self.lengths_of(session)[1]),
+                max(request.prompt.length for request in session.requests),
+                max(request.output_len for request in session.requests),
                 session.requests[0].place,
             )
             for number, session in enumerate(self.sessions)
         ]
 
-    @staticmethod
-    def lengths_of(session: Session) -> tuple[list[int], list[int]]:
-        """Prompt and output lengths of the requests of a session that has blocks."""
-        prompts = [
-            request.prompt.length if isinstance(request.prompt, Blocks) else 1
-            for request in session.requests
-        ]
-        return prompts, [request.output_len or 1 for request in session.requests]
-
     def check_lengths(self, most: int, model: str) -> None:
         """Raises ValueError, naming the place in the trace, for a request longer than the `most`
         tokens of the model."""
         for session in self.sessions:
-            for request, prompt, output in zip(
-                session.requests, *self.lengths_of(session), strict=True
-            ):
+            for request in session.requests:
+                prompt = request.prompt.length
+                output = request.output_len
                 if prompt + output > most:
                     raise ValueError(
                         f"{request.place}: a prompt of {prompt} tokens and {output} new ones, "

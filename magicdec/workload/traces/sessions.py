@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from magicdec.names import TRACES, load_named
 from magicdec.workload.request_shapes import MOST_TOKENS
@@ -22,7 +21,6 @@ THINK = "think"
 START = "start"
 NO_WAITS = "none"
 WAITS = (THINK, START, NO_WAITS)
-TEXT_FORMS = ("mlperf",)
 MOST_DIGITS = 9  # of a number in `--scale`
 
 
@@ -59,28 +57,19 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Messages:
-    """A prompt by the messages of a chat, as servers take them, and the tools of its requests."""
-
-    messages: tuple[dict[str, Any], ...]
-    tools: tuple[dict[str, Any], ...] = ()
-
-
-@dataclass(frozen=True)
 class TracedRequest:
     """A request as a trace has it, at `place` of its file. `after` are the places in the session of
     the requests that must have ended before. `wait_s` comes then, of the user's thinking or of a
     tool; `start_s` is when it was recorded, after the session's begin. `branch` numbers the agents:
-    0 is the session's own. `answer` is the recorded one, where the trace has its text."""
+    0 is the session's own."""
 
     place: str
-    prompt: Blocks | Messages
-    output_len: int | None
+    prompt: Blocks
+    output_len: int
     after: tuple[int, ...] = ()
     wait_s: float = 0.0
     start_s: float = 0.0
     branch: int = 0
-    answer: Messages | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +83,8 @@ class Session:
     namespace: str = ""
 
     def scaled(self, scale: Fraction) -> Session:
-        """With block sizes, lengths and times scaled alike. Raises ValueError as `Blocks.scaled`,
-        and for prompts that are texts."""
+        """With block sizes, lengths and times scaled alike. Raises ValueError as
+        `Blocks.scaled`."""
         if scale == 1:
             return self
         return replace(
@@ -106,15 +95,10 @@ class Session:
 
 
 def _scaled(request: TracedRequest, scale: Fraction) -> TracedRequest:
-    if isinstance(request.prompt, Messages):
-        raise ValueError(
-            f"--scale {scale}: {request.place} is a text, which keeps its length; leave it out"
-        )
-    output_len = request.output_len
     return replace(
         request,
         prompt=request.prompt.scaled(scale, request.place),
-        output_len=None if output_len is None else rounded(output_len * scale, least=1),
+        output_len=rounded(request.output_len * scale, least=1),
         wait_s=float(request.wait_s * scale),
         start_s=float(request.start_s * scale),
     )
@@ -123,11 +107,6 @@ def _scaled(request: TracedRequest, scale: Fraction) -> TracedRequest:
 def rounded(number: Fraction, least: int) -> int:
     """The nearest whole number, a half upwards, but at least `least`."""
     return max(least, int(number + Fraction(1, 2)))
-
-
-def form_has_texts(form: str) -> bool:
-    """Whether the prompts of a trace of this form are texts."""
-    return form in TEXT_FORMS
 
 
 def parse_scale(text: str) -> Fraction:
@@ -180,8 +159,7 @@ def blocks_at(
 def known_tokens(sessions: Sequence[Session]) -> list[list[int]]:
     """For each request of each session, the tokens that a cache without limits has when it comes:
     those of the longest beginning of its blocks that have all come before. Requests come in the
-    order of their recorded times, and hash ids count within their namespace. Of prompts that are
-    texts nothing is known here."""
+    order of their recorded times, and hash ids count within their namespace."""
     order = sorted(
         (session.begin_s + request.start_s, number, place)
         for number, session in enumerate(sessions)
@@ -192,8 +170,6 @@ def known_tokens(sessions: Sequence[Session]) -> list[list[int]]:
     for _, number, place in order:
         session = sessions[number]
         prompt = session.requests[place].prompt
-        if not isinstance(prompt, Blocks):
-            continue
         ids = seen[session.namespace]
         count = next(
             (at for at, hash_id in enumerate(prompt.hash_ids) if hash_id not in ids),

@@ -1,0 +1,100 @@
+"""Of traces of sessions: their waits, their scale, their texts, and what a cache could have."""
+
+from __future__ import annotations
+
+from faults.fault import Fault, Property
+
+TESTS = "test_traces.py::"
+REPLAYS = "test_trace_replay.py::"
+SESSIONS = "workload/traces/sessions.py"
+WEKA = "workload/traces/weka.py"
+TEXTS = "workload/traces/block_texts.py"
+ARRIVALS = "engine/arrivals.py"
+COMPUTING = "records/computing.py"
+
+PROPERTIES = (
+    Property(
+        "A cache without limits has the longest beginning of blocks that have all come before.",
+        f"{TESTS}test_known_tokens_are_those_of_the_definition",
+        (
+            Fault(
+                "the blocks of a request count for itself",
+                SESSIONS,
+                "        ids = seen[session.namespace]\n",
+                "        ids = seen[session.namespace]\n        ids.update(prompt.hash_ids)\n",
+            ),
+            Fault(
+                "sessions know each other's blocks",
+                SESSIONS,
+                "ids = seen[session.namespace]",
+                'ids = seen[""]',
+            ),
+            Fault(
+                "requests come in the order of the file",
+                SESSIONS,
+                "(session.begin_s + request.start_s, number, place)",
+                "(0.0, number, place)",
+            ),
+        ),
+    ),
+    Property(
+        "An agent waits for the sub-agents that had ended, and for no other.",
+        f"{TESTS}test_an_agent_waits_for_its_sub_agents",
+        (
+            Fault(
+                "an agent waits for no sub-agent",
+                WEKA,
+                "*(request for _, request in ended)]",
+                "]",
+            ),
+            Fault(
+                "an agent waits for every sub-agent",
+                WEKA,
+                "if agent[0] <= call.t]",
+                "if True]",
+            ),
+        ),
+    ),
+    Property(
+        "Equal blocks are equal text, and others differ.",
+        f"{TESTS}test_equal_blocks_are_equal_text",
+        (
+            Fault(
+                "a block is new text each time",
+                TEXTS,
+                "if hash_id not in pieces:",
+                "if True:",
+            ),
+            Fault(
+                "sessions begin alike",
+                TEXTS,
+                "self._firsts.add(own)",
+                "pass",
+            ),
+        ),
+    ),
+    Property(
+        "A request comes as long after the last that it follows as the trace says.",
+        f"{REPLAYS}test_every_kind_of_mode_replays_a_trace",
+        (
+            Fault(
+                "a request comes with the first end",
+                ARRIVALS,
+                "if not self._unmet[follower]:",
+                "if self._unmet[follower] >= 0 and follower in self._unmet:",
+            ),
+        ),
+    ),
+    Property(
+        "The hits of an unlimited cache are shares of all prompt tokens.",
+        f"{REPLAYS}test_every_kind_of_mode_replays_a_trace",
+        (
+            Fault(
+                "of prompts that have hits alone",
+                COMPUTING,
+                "if request.num_known_tokens is not None]",
+                "if request.num_known_tokens]",
+            ),
+        ),
+    ),
+)
