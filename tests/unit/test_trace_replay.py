@@ -29,18 +29,7 @@ from magicdec.workload.traces.sessions import THINK, WAITS, Session
 MODES = ("sequential", "inflight", "inflight+draft")
 CACHED = ("--prefix_cache", "--block_tokens", str(BLOCK), "--cache_tokens", "4000")
 CLOCK_MS = 0.01  # by which two of its readings may differ where they are one
-FIXED = (
-    "--attention",
-    "sdpa",
-    "--dtype",
-    "float32",
-    "--device",
-    "cpu",
-    "--threads",
-    "1",
-    "--draft",
-    "ngram",
-)
+FIXED = ("--attention", "grouped", "--dtype", "float32", "--device", "cpu", "--threads", "1")
 
 
 def command_of(
@@ -50,6 +39,7 @@ def command_of(
     given = ["--model", str(checkpoint), "--dataset", str(text), *FIXED]
     given += ["--out", str(folder / "r.jsonl"), "--arrival", f"{form}:{path}", *words]
     given += [] if "--modes" in words else ["--modes", *MODES]
+    given += [] if "--draft" in words else ["--draft", "ngram"]
     return COMMANDS["serve"].parse(given, Ranks(0, 1, 0, 1))
 
 
@@ -132,9 +122,10 @@ def test_sessions_of_a_closed_loop_begin_when_others_have_ended(
     tiny_checkpoint: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the cache has the whole blocks that one without limits would have, but for the last
-    token, which has to be computed."""
+    token of a prompt, which has to be computed."""
     monkeypatch.setattr(prefix_cache, "LEAST_COPIED", 1000)
-    words = ["--waits", "none", "--concurrency", "1", *CACHED]
+    words = ["--waits", "none", "--concurrency", "1", *CACHED, "--draft", "self", "--budget", "20"]
+    words += ["--gamma", "2"]
     command = command_of(tiny_checkpoint, text_file, tmp_path, "weka", AGENTS, *words)
     records = measured(command).records
     for record in records:
@@ -194,7 +185,7 @@ def test_ranks_replay_a_trace_alike(
 ) -> None:
     """What comes next follows from times that all ranks know."""
     out = tmp_path / "out.jsonl"
-    words = ["--model", tiny_checkpoint, "--dataset", text_file, *FIXED[:-2]]
+    words = ["--model", tiny_checkpoint, "--dataset", text_file, *FIXED]
     words += ["--arrival", f"weka:{write_lines(tmp_path / 'trace.jsonl', AGENTS)}"]
     words += ["--longest_wait_s", "0.02", "--modes", "sequential", "inflight", "ring"]
     done = launch("inflight_benchmark.py", *words, "--out", out, num_ranks=2)

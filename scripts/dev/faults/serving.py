@@ -165,7 +165,8 @@ PROPERTIES = (
                 "one request for several that have ended",
                 "engine/arrivals.py",
                 "                    insort(self._known, first, key=_arrival_of)",
-                "                    insort(self._known, first, key=_arrival_of)\n                break",
+                "                    insort(self._known, first, key=_arrival_of)\n"
+                "                break",
             ),
         ),
     ),
