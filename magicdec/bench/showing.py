@@ -390,7 +390,7 @@ def turn_tables(records: Sequence[PassRecord]) -> list[Table]:
             f"{left_out} later {noun} not asked: beyond --turns {most}, or the prompt could be "
             "longer than --prefix_len"
         ]
-    title = "Conversations by turn; a later turn arrives when the answer before it has ended"
+    title = "Conversations by turn; a later turn arrives after the answer before it"
     return [Table(columns, rows, title=title, below=below)]
 
 

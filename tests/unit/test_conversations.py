@@ -183,6 +183,34 @@ def test_the_next_turn_arrives_in_the_place_of_the_one_that_ended() -> None:
     assert (d.arrived_s, c2.arrived_s) == (4.0, 5.0)
 
 
+def test_conversations_of_an_open_loop_begin_at_their_times() -> None:
+    """A later turn comes some time after the end before it, in the order of time; one that follows
+    on two requests after the later end, and not before its own time."""
+    requests = talking([2, 2, 1])
+    a1, a2, b1, b2, c = requests
+    for request, at_s in ((a1, 0.0), (b1, 1.0), (c, 9.0)):
+        request.arrived_s = at_s
+    for request, wait_s in ((a2, 5.0), (b2, 0.5)):
+        assert request.turn is not None
+        request.turn = replace(request.turn, wait_s=wait_s, root=request.turn.after[0])
+    arrivals = Arrivals(requests)
+    assert arrivals.is_timed and len(arrivals) == 5 and arrivals.known_s == [0.0, 1.0, 9.0]
+    assert arrivals.take(2) == [a1, b1]
+    a1.append([4], 2.0)
+    b1.append([5], 3.0)
+    assert arrivals.known_s == [3.5, 7.0, 9.0] and arrivals.count(6.0) == 1
+    assert arrivals.take(9) == [b2, a2, c] and (b2.prompt_ids, a2.prompt_ids) == ((9, 5), (9, 4))
+    assert not arrivals
+    one, two, joined = talking([1, 1, 1])
+    joined.turn = replace(Turn(0, 2, (one, two), tuple, wait_s=1.0, root=one), at_s=7.5)  # type: ignore[arg-type]
+    arrivals = Arrivals([one, two, joined])
+    assert arrivals.take(9) == [one, two]
+    two.append([1], 4.0)
+    assert arrivals.next_s == float("inf") and arrivals.count(99.0) == 0
+    one.append([1], 3.0)
+    assert arrivals.next_s == 7.5 and joined.prompt_ids == (2,), "its prompt is known"
+
+
 def test_a_turn_has_the_category_of_its_conversation() -> None:
     """Where requests are none, the prompts of a later group are the same again."""
     numbers = [request.turn and request.turn.conversation for request in talking([1, 3, 2])]
