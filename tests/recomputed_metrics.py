@@ -80,6 +80,7 @@ def metrics_of(record: PassRecord, reference: PassRecord | None = None) -> Metri
         "theoretical_hit_rate": unlimited_hit_rate(requests),
         "sessions_per_hour": len(sessions) / (duration_s / 3600) if sessions else None,
         **summary("session", sessions),
+        "host_hit_rate": host_hit_rate(requests),
         "peak_memory_bytes": max(map(sum, known(g.peak_memory_bytes for g in record.groups)))
         if any(group.peak_memory_bytes for group in record.groups)
         else None,
@@ -349,6 +350,13 @@ def session_times_ms(batches: Sequence[Batch]) -> list[float]:
             ends = [request.finished_ms for request in members]
             found.append(max(ends) - min(request.arrival_ms for request in members))
     return found
+
+
+def host_hit_rate(requests: Sequence[RequestRecord]) -> float | None:
+    came_back = [count for r in requests for count in r.joined_host_tokens or ()]
+    if not any(came_back):
+        return None
+    return sum(came_back) / sum(request.num_looked_up_tokens or 0 for request in requests)
 
 
 def turns_of(requests: Sequence[RequestRecord]) -> list[MetricValues] | None:

@@ -280,6 +280,8 @@ def group_of(group: MeasuredGroup, has_counts: bool, counts_reads: bool) -> Grou
         draft_kv_tokens=group.ranks.draft_kv_tokens if counts_reads else None,
         draft_rows=group.ranks.draft_rows if counts_reads else None,
         peak_memory_bytes=peaks_of(group),
+        blocks_to_host=counts.blocks_to_host,
+        blocks_from_host=counts.blocks_from_host,
         threads=group.ranks.threads,
     )
 
@@ -402,4 +404,8 @@ def describe_session(request: Request) -> dict[str, Any]:
 def describe_prefixes(moves: Moves) -> dict[str, Any]:
     if not moves.num_looked_up:
         return {}
-    return {"num_looked_up_tokens": moves.num_looked_up, "joined_prefix_tokens": moves.found}
+    return {
+        "num_looked_up_tokens": moves.num_looked_up,
+        "joined_prefix_tokens": moves.found,
+        "joined_host_tokens": moves.from_host if any(moves.from_host) else None,
+    }

@@ -119,6 +119,7 @@ GROUPS = {
         "num_preemptions",
         "prefix_hit_rate",
         "theoretical_hit_rate",
+        "host_hit_rate",
     ),
     "Memory": ("bytes_read", "roofline_fraction", "peak_memory_bytes"),
 }

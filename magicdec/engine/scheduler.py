@@ -240,7 +240,7 @@ class Scheduler:
                     break
                 reserved[row] = tokens
                 found = found.that_fits(free)
-                free -= found.source is not None and not found.source.num_rows
+                free -= found.keeps_block
             if self.prefixes is not None and found.num_tokens:
                 self.prefixes.adopt(row, found)
                 self._shared[request] = found.num_tokens
@@ -277,14 +277,20 @@ class StepCounts:
     num_in_flight: int = 0  # summed over the steps
     num_looked_up: int = 0  # tokens that were looked for in a prefix cache
     num_found: int = 0
+    blocks_to_host: int | None = None  # that the caches of target and draft have copied there
+    blocks_from_host: int | None = None
     moves: dict[int, Moves] = field(default_factory=lambda: defaultdict(Moves))
 
-    def look_up(self, request_id: int, num_tokens: int, num_found: int) -> None:
-        """Count a request that joins with so many tokens, of which a prefix cache has some."""
+    def look_up(
+        self, request_id: int, num_tokens: int, num_found: int, num_from_host: int = 0
+    ) -> None:
+        """Count a request that joins with so many tokens, of which a prefix cache has some, of
+        these some in host memory."""
         self.num_looked_up += num_tokens
         self.num_found += num_found
         self.moves[request_id].num_looked_up += num_tokens
         self.moves[request_id].found.append(num_found)
+        self.moves[request_id].from_host.append(num_from_host)
 
     def watch(self, plan: StepPlan) -> None:
         """Count a step that begins now. A request is prefilled or decoded in it."""
@@ -294,9 +300,11 @@ class StepCounts:
         self.num_preemptions += len(plan.preempted)
         self.num_in_flight += len(decoding) + len(plan.parts)
         if plan.shared is not None:
-            found = plan.shared_tokens
+            beginnings = dict(plan.shared)
             for request, row in plan.admitted:
-                self.look_up(request.request_id, request.num_cached, found.get(row, 0))
+                found = beginnings.get(row, Beginning())
+                counts = request.num_cached, found.num_tokens, found.num_from_host
+                self.look_up(request.request_id, *counts)
         for request, _ in plan.preempted:
             self.moves[request.request_id].preempted_s.append(now)
         for request, _ in plan.admitted:

@@ -9,7 +9,7 @@ manager.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from magicdec.kv.cache import KVCache
 from magicdec.kv.layer_views import LayerWindows
 from magicdec.kv.pool import CacheShape
-from magicdec.kv.prefix_cache import Beginning, CachedText, PrefixCache
+from magicdec.kv.prefix_cache import Beginning, CachedText, PrefixCache, TextBlock
 
 WINDOW_BLOCK = 64  # tokens of a block, unless a backend needs more: little is held past the window
 FORK_BLOCK = 16  # the same of rows that fork, each of which copies a block
@@ -99,6 +99,14 @@ def storages_of(
     return storages
 
 
+@dataclass
+class HostMoves:
+    """Blocks that were copied to host memory, and from there."""
+
+    num_out: int = 0
+    num_in: int = 0
+
+
 @dataclass(frozen=True)
 class LayerCaches:
     """The caches of layers with the `windows`, in the order of the distinct ones. `held`: see
@@ -109,6 +117,7 @@ class LayerCaches:
     held: tuple[int | None, ...]
     rewound: int = 0
     prefixes: PrefixCache | None = None  # None: texts share no blocks
+    moves: HostMoves = field(default_factory=HostMoves)
 
     @classmethod
     def of(
@@ -121,8 +130,10 @@ class LayerCaches:
         device: torch.device,
         rewound: int = 0,
         shares_prefixes: bool = False,
+        num_places: int = 0,
     ) -> LayerCaches:
-        """`shape` of so many layers with a storage. Rows share blocks if it `shares_prefixes`."""
+        """`shape` of so many layers with a storage. Rows share blocks if it `shares_prefixes`, of
+        which `num_places` may go to host memory."""
         caches = list[KVCache]()
         for num_layers, storage in zip(windows.num_layers, storages, strict=True):
             cache = KVCache(
@@ -138,7 +149,10 @@ class LayerCaches:
         prefixes = None
         if shares_prefixes:
             assert not any(held), "what a window has lost cannot be shared"
-            prefixes = PrefixCache(caches[0].shape.block_size)
+            prefixes = PrefixCache(caches[0].shape.block_size, num_places)
+        for cache in caches:
+            if num_places:
+                cache.offload(num_places)
         return cls(windows, tuple(caches), held, rewound, prefixes)
 
     @property
@@ -173,7 +187,7 @@ class LayerCaches:
         if self.prefixes is not None:
             first = self.distinct[0]
             lacking = -(-num_tokens // first.shape.block_size) - len(first.blocks[row])
-            self._give_back(self.prefixes.evict(lacking - first.num_free))
+            self._evict(self.prefixes, lacking - first.num_free)
         for cache, held in zip(self.distinct, self.held, strict=True):
             if held is None:
                 cache.allocate(row, num_tokens)
@@ -202,7 +216,11 @@ class LayerCaches:
         self.distinct[0].advance([row], length)
 
     def adopt(self, row: int, beginning: Beginning) -> None:
-        """Let an empty row begin with the path that it holds in `prefixes`."""
+        """Let an empty row begin with the path that it holds in `prefixes`, of which blocks in host
+        memory come back."""
+        for node in beginning.path:
+            if node.place is not None:
+                self._bring_back(node)
         blocks = [node.block for node in beginning.path]
         for cache in self.distinct:  # all have given the same blocks to the same rows
             cache.adopt(row, blocks)
@@ -215,9 +233,13 @@ class LayerCaches:
         assert self.prefixes is not None, "beginnings are of these"
         if beginning.source is None:
             return
-        for cache in self.distinct:
-            own = cache.blocks[row][len(beginning.path)]
-            cache.copy_block(beginning.source.block, own)
+        source = beginning.source
+        own = self.distinct[0].blocks[row][len(beginning.path)]
+        if source.place is not None:
+            self._load(source.place, own)
+        else:
+            for cache in self.distinct:
+                cache.copy_block(source.block, own)
         self.distinct[0].advance([row], beginning.num_copied)
         self.prefixes.copied(row)
 
@@ -246,9 +268,35 @@ class LayerCaches:
             self._give_back_replaced()
 
     def forget_prefixes(self) -> None:
-        """Forget what no row holds."""
+        """Forget what no row holds, and what has moved so far."""
+        self.moves.num_out = self.moves.num_in = 0
         if self.prefixes is not None:
-            self._give_back(self.prefixes.evict(len(self.prefixes)))
+            self._give_back(self.prefixes.clear())
+
+    def _evict(self, prefixes: PrefixCache, count: int) -> None:
+        """Give rows `count` blocks that none holds, or all. Some go to host memory."""
+        blocks = prefixes.evict(count)
+        for block, place in prefixes.take_moved():
+            self.moves.num_out += 1
+            for cache in self.distinct:
+                assert cache.host is not None, "it has room"
+                cache.host.save(block, place)
+        self._give_back(blocks)
+
+    def _bring_back(self, node: TextBlock) -> None:
+        """Copy a node that is held from host memory to a block."""
+        assert self.prefixes is not None and node.place is not None, "it is away"
+        if not self.distinct[0].num_free:
+            self._evict(self.prefixes, 1)
+        (block,) = self.reserve(1)
+        self._load(node.place, block)
+        self.prefixes.come_back(node, block)
+
+    def _load(self, place: int, block: int) -> None:
+        self.moves.num_in += 1
+        for cache in self.distinct:
+            assert cache.host is not None, "it is there"
+            cache.host.load(place, block)
 
     def _give_back_replaced(self) -> None:
         if self.prefixes is not None:

@@ -27,6 +27,33 @@ class CacheShape:
     layout: KVLayout = PLAIN
 
 
+class HostBlocks:
+    """Room for blocks in host memory, which is pinned beside a GPU. Copies are in the order of the
+    device's own work, so that nobody waits for them."""
+
+    def __init__(self, num_places: int) -> None:
+        self.num_places = num_places
+        self._tensors = list[tuple[Tensor, Tensor]]()  # [num_blocks, ...], [num_places, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(host.nbytes for _, host in self._tensors)
+
+    def add(self, tensor: Tensor) -> None:
+        """Keep what `tensor` [num_blocks, ...] has of blocks that leave."""
+        shape = self.num_places, *tensor.shape[1:]
+        pinned = tensor.device.type == "cuda"
+        self._tensors.append((tensor, torch.empty(shape, dtype=tensor.dtype, pin_memory=pinned)))
+
+    def save(self, block: int, place: int) -> None:
+        for tensor, host in self._tensors:
+            host[place].copy_(tensor[block], non_blocking=True)
+
+    def load(self, place: int, block: int) -> None:
+        for tensor, host in self._tensors:
+            tensor[block].copy_(host[place], non_blocking=True)
+
+
 class KVPool:
     """The tensors `k` and `v` [layers, num_blocks, G, block_size, D] in `shape.layout`."""
 
@@ -48,6 +75,19 @@ class KVPool:
             tensor.zero_()
         # What else is kept of the tokens of each block, [num_blocks, block_size, ...].
         self.attached = list[Tensor]()
+        self.host: HostBlocks | None = None
+
+    def attach(self, tensor: Tensor) -> None:
+        """Let `tensor` [num_blocks, block_size, ...] go with the blocks."""
+        self.attached.append(tensor)
+        if self.host is not None:
+            self.host.add(tensor)
+
+    def offload(self, num_places: int) -> None:
+        """Have room for so many blocks in host memory."""
+        self.host = HostBlocks(num_places)
+        for tensor in (self.k.transpose(0, 1), self.v.transpose(0, 1), *self.attached):
+            self.host.add(tensor)
 
     @property
     def num_bytes(self) -> int:

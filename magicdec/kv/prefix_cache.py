@@ -5,7 +5,9 @@ Complete blocks are nodes of a tree, each below the block before it in the text.
 one by one, so that no two texts are taken for each other. Rows that read a node hold it; nodes
 without rows stay until their blocks are needed, those that were used longest ago first. What a text
 has in common with a block that it cannot take as a whole is copied into a block of its own; for
-this the last block of a text that has ended is a node too, though it is not complete. Sources:
+this the last block of a text that has ended is a node too, though it is not complete. A node whose
+block is needed may go to a place in host memory, and comes back to a block when a text begins with
+it. Sources:
 RadixAttention (SGLang, arXiv 2312.07104, section 3); vLLM's automatic prefix caching; partial reuse
 of TensorRT-LLM. Imports no torch.
 """
@@ -33,6 +35,7 @@ class TextBlock:
     before: TextBlock | None
     after: dict[tuple[Hashable, ...], TextBlock] = field(default_factory=dict)
     num_rows: int = 0
+    place: int | None = None  # in host memory; the node has no block then
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,18 @@ class Beginning:
         return sum(len(node.tokens) for node in self.path) + self.num_copied
 
     @property
+    def num_from_host(self) -> int:
+        """Tokens that are in host memory."""
+        away = sum(len(node.tokens) for node in self.path if node.place is not None)
+        is_away = self.source is not None and self.source.place is not None
+        return away + is_away * self.num_copied
+
+    @property
+    def keeps_block(self) -> bool:
+        """Whether the source has a block that no row holds, and that must stay until the copy."""
+        return self.source is not None and not self.source.num_rows and self.source.place is None
+
+    @property
     def num_idle(self) -> int:
         """Blocks of the path that no row holds."""
         return sum(not node.num_rows for node in self.path)
@@ -62,15 +77,15 @@ class Beginning:
     def that_fits(self, num_spare: int) -> Beginning:
         """Without the copy if its source, which is there until then, needs a block that is not
         spare."""
-        needs_block = self.source is not None and not self.source.num_rows
-        return replace(self, source=None, num_copied=0) if needs_block > num_spare else self
+        return replace(self, source=None, num_copied=0) if self.keeps_block > num_spare else self
 
 
 class PrefixCache:
     """The complete blocks of `block_size` tokens of texts that are, or were, in the rows of a
-    cache. A row's path are the nodes that it holds, which are its first blocks."""
+    cache, of which `num_places` may be in host memory. A row's path are the nodes that it holds,
+    which are its first blocks."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, num_places: int = 0) -> None:
         self.block_size = block_size
         self._root = TextBlock((), -1, None)
         self._paths: dict[int, list[TextBlock]] = {}  # by row
@@ -78,6 +93,11 @@ class PrefixCache:
         # Nodes without rows, the one used longest ago first. Of two on a path the later comes
         # first, so that the first of all has none after it.
         self._idle: dict[TextBlock, None] = {}
+        # Nodes in host memory that no row is about to read, in the order in which they went there.
+        # What comes after a node has gone before it, so that the first of all has none after it.
+        self._away: dict[TextBlock, None] = {}
+        self._free_places = list(range(num_places))
+        self._moved = list[tuple[int, int]]()  # see `take_moved`
         self._num_repeated = 0  # see `num_repeated`
         self._replaced = list[int]()  # see `take_replaced`
 
@@ -152,6 +172,8 @@ class PrefixCache:
             tokens = self._tokens(text, at)
             found = node.after.get(tokens)
             node = found if found is not None else self._add(node, tokens, blocks[at])
+            if node.place is not None:
+                self.come_back(node, blocks[at])
             new.append(node)
         self._hold(new)
         path += new
@@ -168,11 +190,35 @@ class PrefixCache:
         return {node.block for node in path} & set(blocks)
 
     def evict(self, count: int) -> list[int]:
-        """Forget `count` nodes without rows, or all. Returns their blocks."""
+        """Let `count` nodes without rows, or all, go to host memory, or forget them. Returns the
+        blocks that they had."""
         blocks = list[int]()
         while self._idle and len(blocks) < count:
-            blocks.append(self._forget(next(iter(self._idle))))
+            node = next(iter(self._idle))
+            blocks.append(node.block)
+            self._go_away(node)
         return blocks
+
+    def take_moved(self) -> list[tuple[int, int]]:
+        """The blocks that have gone since this was asked last, each with its place in host memory,
+        in the order in which they have to be copied there."""
+        moved = self._moved
+        self._moved = []
+        return moved
+
+    def come_back(self, node: TextBlock, block: int) -> None:
+        """Give a node in host memory a block that has what it is of."""
+        assert node.place is not None, "it is away"
+        self._free_places.append(node.place)
+        self._away.pop(node, None)
+        node.block = block
+        node.place = None
+
+    def clear(self) -> list[int]:
+        """Forget all nodes without rows. Returns their blocks."""
+        for node in [*self._away]:
+            self._forget(node)
+        return [node.block for node in [*self._idle] if self._forget(node)]
 
     def take_replaced(self) -> list[int]:
         """The blocks of texts' ends that have gone on in other blocks since this was asked last.
@@ -181,19 +227,34 @@ class PrefixCache:
         self._replaced = []
         return blocks
 
-    def _forget(self, node: TextBlock) -> int:
-        """Forget a node without rows. Returns its block."""
-        assert not node.after and node.before is not None, "what comes after it is idle too"
+    def _go_away(self, node: TextBlock) -> None:
+        if not self._free_places and self._away:
+            self._forget(next(iter(self._away)))
+        if not self._free_places:
+            self._forget(node)
+            return
         del self._idle[node]
+        node.place = self._free_places.pop()
+        self._moved.append((node.block, node.place))
+        self._away[node] = None
+
+    def _forget(self, node: TextBlock) -> bool:
+        """Forget a node without rows. Returns whether it had a block."""
+        assert not node.after and node.before is not None, "what comes after it is idle too"
         del node.before.after[node.tokens]
-        return node.block
+        if node.place is not None:
+            del self._away[node]
+            self._free_places.append(node.place)
+            return False
+        del self._idle[node]
+        return True
 
     def _let_go(self, node: TextBlock) -> None:
         node.num_rows -= 1
         if node.num_rows:
             self._num_repeated -= 1
         else:
-            self._idle[node] = None
+            (self._idle if node.place is None else self._away)[node] = None
 
     def _tokens(self, text: CachedText, at: int) -> tuple[Hashable, ...]:
         return tuple(text[at * self.block_size : (at + 1) * self.block_size])
@@ -203,13 +264,14 @@ class PrefixCache:
         shorter = [
             child for child in before.after.values() if tokens[: len(child.tokens)] == child.tokens
         ]
-        self._replaced += map(self._forget, shorter)
+        self._replaced += [child.block for child in shorter if self._forget(child)]
         node = before.after[tokens] = TextBlock(tokens, block, before)
         return node
 
     def _hold(self, path: Sequence[TextBlock]) -> None:
         for node in path:
             self._idle.pop(node, None)
+            self._away.pop(node, None)
             self._num_repeated += node.num_rows > 0
             node.num_rows += 1
 

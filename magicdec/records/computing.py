@@ -102,6 +102,7 @@ def pass_metrics(measured: Measured, beside: Beside) -> PassMetrics:
         num_preemptions=num_preemptions(measured),
         prefix_hit_rate=hit_rate(requests),
         theoretical_hit_rate=theoretical_hit_rate(requests),
+        host_hit_rate=host_hit_rate(requests),
         peak_memory_bytes=peak_memory(groups),
         answer_score=mean([r.answer_score for r in requests if r.answer_score is not None]),
         **summary("ttft", [request.first_token_ms - request.arrival_ms for request in requests]),
@@ -197,6 +198,13 @@ def theoretical_hit_rate(requests: Iterable[RequestRecord]) -> float | None:
     num_tokens = sum(request.prompt_len for request in known)
     num_known = sum(request.num_known_tokens or 0 for request in known)
     return num_known / num_tokens if num_tokens else None
+
+
+def host_hit_rate(requests: Sequence[RequestRecord]) -> float | None:
+    """The share of looked-up tokens that were in host memory; None if none were."""
+    num_found = sum(sum(request.joined_host_tokens or ()) for request in requests)
+    num_looked_up = sum(request.num_looked_up_tokens or 0 for request in requests)
+    return num_found / num_looked_up if num_found else None
 
 
 def peak_memory(groups: Sequence[GroupRecord]) -> int | None:

@@ -23,6 +23,7 @@ NOT_TIMED = "if no step decodes, or in modes whose steps wait for each other"
 UNTIMED = f"{NOT_TIMED}; on CUDA without `--benchmark`"
 NO_SESSIONS = "without conversations or sessions of a trace"
 NO_HASHES = "without a trace of sessions by hash ids"
+NO_OFFLOAD = "without `--kv_offload`"
 NO_PREFIXES = "without `--prefix_cache`; of a server that does not say it"
 COUNTED_ELSEWHERE = "of `endpoint`"  # another program counts these
 NOT_KEPT = "where each pass prefills its own prompts"
@@ -344,6 +345,13 @@ class StepMetrics(RecordPart):
         label="hits of an unlimited cache",
         digits=3,
         null=NO_HASHES,
+    )
+    host_hit_rate: float | None = recorded(
+        "as `prefix_hit_rate`, of tokens that were in host memory, which are in that too",
+        "0 to 1",
+        label="of host memory",
+        digits=3,
+        null=f"{NO_OFFLOAD}; if none were",
     )
     peak_memory_bytes: int | None = recorded(
         "largest memory use of each rank while a group was served, summed over ranks; the largest "

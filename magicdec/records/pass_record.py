@@ -30,6 +30,7 @@ from magicdec.records.metrics import (
     COUNTED_ELSEWHERE,
     FIRST_CONTEXT,
     NO_HASHES,
+    NO_OFFLOAD,
     NO_PREFIXES,
     NOT_COUNTED,
     NOT_KEPT,
@@ -172,6 +173,11 @@ class RequestRecord(RecordPart):
         "tokens",
         null=NO_PREFIXES,
     )
+    joined_host_tokens: list[int] | None = recorded(
+        "of `joined_prefix_tokens` those that were in host memory",
+        "tokens",
+        null=f"{NO_OFFLOAD}; if none were",
+    )
     answer_score: float | None = recorded(
         "score of its answer",
         "0 to 1",
@@ -273,6 +279,15 @@ class GroupRecord(RecordPart):
         null=UNDRAFTED,
     )
     step_rows: list[int] | None = recorded("rows that each step decoded", "rows", null=NOT_TIMED)
+    blocks_to_host: int | None = recorded(
+        "blocks of the prefix caches of target and draft that were copied to host memory, on the "
+        "first rank",
+        "blocks",
+        null=NO_OFFLOAD,
+    )
+    blocks_from_host: int | None = recorded(
+        "as `blocks_to_host`, of those that came back", "blocks", null=NO_OFFLOAD
+    )
     draft_ms: list[float] = recorded(
         "time of drafting, of each step that drafts; empty if not timed", "ms"
     )

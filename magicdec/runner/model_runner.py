@@ -62,6 +62,7 @@ class ModelRunner:
     max_following: int | None = None  # drafts included; default: as many as a row holds
     window_room: WindowRoom | None = None  # default: layers with a window keep every token
     shares_prefixes: bool = False  # rows whose texts begin alike share blocks
+    host_tokens: int = 0  # of blocks that have left for host memory, and may come back
     forks: Forks | None = None  # the last rows, which fork the texts of the others
     offsets: Tensor | None = None
     draft_runner: ModelRunner | None = None
@@ -104,15 +105,17 @@ class ModelRunner:
         )
 
     def _make_caches(self) -> LayerCaches:
+        storages = self.storages()
         return LayerCaches.of(
             self.windows,
-            self.storages(),
+            storages,
             self._shape_of,
             num_rows=self.num_rows,
             dtype=next(self.model.parameters()).dtype,
             device=self.device,
             rewound=0 if self.window_room is None else self.window_room.rewound,
             shares_prefixes=self.shares_prefixes,
+            num_places=-(-self.host_tokens // storages[0].block_size),
         )
 
     @property
@@ -153,6 +156,7 @@ class ModelRunner:
             num_blocks=None,
             window_room=None,
             shares_prefixes=False,
+            host_tokens=0,
             offsets=torch.zeros(self.num_rows, dtype=torch.int64, device=self.device),
             draft_runner=None,
             shared_counts=self.counts,

@@ -233,6 +233,7 @@ class Moves:
     preempted_s: list[float] = field(default_factory=list)
     num_looked_up: int = 0
     found: list[int] = field(default_factory=list)
+    from_host: list[int] = field(default_factory=list)  # of these, in host memory
 
     @property
     def num_found(self) -> int:

@@ -168,6 +168,7 @@ def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
             executor,
             num_blocks=plan.num_blocks,
             shares_prefixes=plan.shares_prefixes,
+            host_tokens=plan.host_tokens,
             max_tail=plan.tail,
             most_rewound=plan.most_rewound,
             chunk=plan.config.attention.prefill_chunk,
@@ -184,6 +185,7 @@ def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
         max_following=max_following(plan.config, plan.tokens),
         window_room=plan.window_room,
         shares_prefixes=plan.shares_prefixes,
+        host_tokens=plan.host_tokens,
         forks=plan.forks,
     )
     if plan.state_layers:

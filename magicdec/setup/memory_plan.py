@@ -203,9 +203,9 @@ def plan_of(plans: Sequence[ModelPlan], keeps_queries: bool = True) -> MemoryPla
     )
     return MemoryPlan(
         sum(target.weight_bytes for target in targets),
-        sum(target.kv_bytes for target in targets),
+        sum(target.kv_bytes + target.host_bytes for target in targets),
         sum(draft.weight_bytes for draft in drafts) + sum(target.copy_bytes for target in targets),
-        sum(draft.kv_bytes for draft in drafts) + kept,
+        sum(draft.kv_bytes + draft.host_bytes for draft in drafts) + kept,
         max(map(working_bytes, targets or drafts), default=0),
     )
 

@@ -117,6 +117,8 @@ class ModelPlan:
     cache_tokens: int | None = None
     rewound: int | None = None
     shares_prefixes: bool = False  # rows whose texts begin alike share blocks
+    offloads: bool = False  # blocks that leave go to host memory
+    offload_tokens: int | None = None  # of these; default: as many as the cache has
     forks: Forks | None = None  # rows beside those of the config, which fork their texts
     kept_states: tuple[int, ...] = ()  # `state_layers` of another run, with which it shares prompts
 
@@ -231,6 +233,8 @@ class ModelPlan:
             block_tokens=target.block_tokens,
             cache_tokens=target.cache_tokens,
             shares_prefixes=True,
+            offloads=target.offloads,
+            offload_tokens=target.offload_tokens,
         )
 
     def storages(self) -> list[Storage]:
@@ -252,6 +256,22 @@ class ModelPlan:
             self.num_blocks,
             self.forks,
         )
+
+    @property
+    def host_tokens(self) -> int:
+        """Tokens of blocks in host memory, in whole blocks."""
+        if not self.offloads:
+            return 0
+        storage = self.storages()[0]
+        asked = storage.num_tokens if self.offload_tokens is None else self.offload_tokens
+        return -(-asked // storage.block_size) * storage.block_size
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of these, with the states of their tokens, where they are in this memory."""
+        if self.config.parallel.device != "cpu":
+            return 0
+        return self.host_tokens * (self.bytes_per_token + self.state_bytes_per_token)
 
     @property
     def ends(self) -> tuple[bool, bool]:
@@ -363,12 +383,15 @@ class ModelPlan:
         return draft.state_layers
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of the hidden states, and token ids, that it keeps of all tokens."""
+    def state_bytes_per_token(self) -> int:
+        """Bytes of the hidden states of a token, and of its id."""
         numbers = len(self.state_layers) * self.model.hidden_size
-        if not numbers:
-            return 0
-        bytes_per_token = numbers * DTYPE_BYTES[self.config.model.dtype] + 8
+        return numbers * DTYPE_BYTES[self.config.model.dtype] + 8 * (numbers > 0)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what it keeps of the hidden states of all tokens."""
+        bytes_per_token = self.state_bytes_per_token
         if self.shares_prefixes:
             return self.storages()[0].num_tokens * bytes_per_token
         num_rows = self.config.capacity.rows + (self.forks is not None)

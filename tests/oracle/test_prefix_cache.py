@@ -157,7 +157,12 @@ def similar(is_native: bool) -> Transformer:
 
 
 def draft_for(
-    runner: ModelRunner, drafter: str, kv: KVSection, most_tokens: int, shares: bool = True
+    runner: ModelRunner,
+    drafter: str,
+    kv: KVSection,
+    most_tokens: int,
+    shares: bool = True,
+    chunk: int = 8,
 ) -> DraftModel:
     """A draft model or head beside `runner`, whose rows share blocks."""
     is_native = runner.executor is not None
@@ -169,7 +174,7 @@ def draft_for(
         runner.num_rows,
         most_tokens,
         NativeBackend() if is_native and not has_head else None,
-        chunk=8,
+        chunk=chunk,
         max_drafts=MOST_DRAFTS,
         max_following=MOST_NEW + MOST_DRAFTS + OBSERVED,
         shares_prefixes=shares,
@@ -578,3 +583,34 @@ def test_the_oldest_goes_first_and_a_beginning_after_what_follows_it() -> None:
     assert cache.evict(2) == [12, 14], "the rest of the first text is the oldest"
     assert cache.leave(1, [1, 2, 9], [10, 11, 15]) == {10, 11, 15}
     assert cache.evict(9) == [13, 15, 11, 10] and not len(cache)
+
+
+def test_host_memory_keeps_what_left_last() -> None:
+    """Two places: the end of the first text is forgotten, and its beginning comes back."""
+    cache = PrefixCache(1, num_places=2)
+    cache.adopt(0, cache.find([1, 2, 3]))
+    assert cache.leave(0, [1, 2, 3], [10, 11, 12]) == {10, 11, 12}
+    assert cache.evict(3) == [12, 11, 10]
+    assert cache.take_moved() == [(12, 1), (11, 0), (10, 1)]
+    found = cache.find([1, 2, 3, 4])
+    assert (found.num_tokens, found.num_from_host, found.num_idle) == (2, 2, 2)
+    cache.adopt(1, found)
+    for node, block in zip(found.path, (20, 21), strict=True):
+        cache.come_back(node, block)
+    assert cache.find([1, 2, 9]).num_from_host == 0
+    assert cache.leave(1, [1, 2, 3], [20, 21, 22]) == {20, 21, 22}
+    assert cache.evict(1) == [22] and cache.find([1, 2, 3, 4]).num_from_host == 1
+    assert sorted(cache.clear()) == [20, 21] and cache.find([1, 2, 9]).num_tokens == 0
+    assert cache.evict(1) == [] and sorted(cache._free_places) == [0, 1]
+
+
+def test_a_block_that_a_row_is_about_to_read_keeps_its_place() -> None:
+    cache = PrefixCache(1, num_places=1)
+    for row, token in enumerate((1, 2)):
+        cache.adopt(row, cache.find([token]))
+        cache.leave(row, [token], [10 + row])
+    assert cache.evict(1) == [10] and cache.take_moved() == [(10, 0)]
+    found = cache.find([1, 3])
+    cache.adopt(2, found)
+    assert cache.evict(1) == [11] and cache.take_moved() == [], "the other text is forgotten"
+    assert found.path[0].place == 0 and cache.find([2, 3]).num_tokens == 0

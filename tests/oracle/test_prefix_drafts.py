@@ -1,28 +1,34 @@
 """After a hit of the prefix cache a draft is what it is after a prefill of the same text: every
-drafter and policy proposes the same tokens at every position, reads the same positions, and has as
-many accepted, on random conversations that fork, whose blocks are evicted."""
+drafter and policy proposes the same tokens at every position, of the same logits, reads the same
+positions, and has as many accepted, on random conversations that fork, whose blocks are evicted, or
+go to host memory and come back."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from random import Random
 
 import pytest
+import torch
 from conftest import TINY, make_requests, make_runner
 from fake_clock import VirtualClock
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_in_flight import EOS, MODEL, OBSERVED
 from test_prefix_cache import draft_for, lone_output
 from test_stale_kv import spoiled
+from torch import Tensor
 
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import NAMED, DecodingSection, KVSection
 from magicdec.engine.engine import Engine
 from magicdec.engine.scheduler import StepCounts
 from magicdec.kv import prefix_cache
+from magicdec.kv.cache import BatchRows
 from magicdec.kv.prefix_cache import PrefixCache
 from magicdec.names import NGRAM_AND
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.observers.draft_log import Digest, DraftLog
 from magicdec.runner.request import Request, StepOutput
@@ -45,7 +51,7 @@ DRAFTS = {
     "model snapkv": ("model", KVSection("snapkv", 12, window_size=5)),
     "model rolls": ("model", STREAMING),
     "sinks of two blocks": ("model", KVSection("streaming_llm", 17, 11)),
-    "a budget below a block": ("model", KVSection("streaming_llm", 6, 2)),
+    "a budget below a block": ("model", KVSection("streaming_llm", 5, 2)),
     "no sinks": ("model", KVSection("streaming_llm", 9, 0)),
     "head": ("eagle", FULL),
     "head rolls": ("eagle", STREAMING),
@@ -67,6 +73,7 @@ class Steps:
 
     drafts: list[Digest] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list, compare=False)  # of each draft token
 
 
 @dataclass
@@ -78,6 +85,8 @@ class Served:
     counts: StepCounts
     computed_by_draft: int = 0
     evicted_by_draft: int = 0
+    came_back: int = 0
+    came_back_to_draft: int = 0
 
 
 @st.composite
@@ -90,7 +99,7 @@ def conversations(draw: st.DrawFn) -> list[Request]:
 
     texts = [text(40), text(40)]
     requests = list[Request]()
-    for number in range(draw(st.integers(4, 6))):
+    for number in range(draw(st.integers(4, 5))):
         before = draw(st.sampled_from(texts[-4:]))
         before = before[: draw(st.sampled_from((len(before), len(before), len(before) // 2)))]
         prompt = (*before, *text(20))
@@ -98,6 +107,34 @@ def conversations(draw: st.DrawFn) -> list[Request]:
         requests.append(replace(request, request_id=number))
         texts.append((*prompt, *lone_output(request)))
     return requests
+
+
+def two_in_turns() -> list[Request]:
+    """Two conversations that take turns, so that the blocks of one leave while the other goes on.
+    Questions are short, so that drafts read what was there before. At last one goes on from its
+    second turn, and another text begins as it does and ends soon."""
+    random = Random(0)
+
+    def text(count: int) -> tuple[int, ...]:
+        return tuple(random.choices(range(3, TINY.vocab_size), k=count))
+
+    begin, other = text(29), text(29)
+    prompts = list[tuple[int, ...]]()
+
+    def ask(*before: tuple[int, ...]) -> tuple[int, ...]:
+        prompts.append((*chain(*before), *text(4)))
+        (request,) = make_requests([prompts[-1]], MOST_NEW)
+        return (*prompts[-1], *lone_output(request))
+
+    first = ask(begin)
+    lone = ask(other)
+    second = ask(first)
+    ask(lone)
+    ask(second)
+    ask(second)
+    prompts.append((*begin[:9], *text(1)))
+    requests = make_requests(prompts, MOST_NEW)
+    return [replace(request, request_id=number) for number, request in enumerate(requests)]
 
 
 @dataclass(frozen=True)
@@ -108,6 +145,7 @@ class Sizes:
     prefill_tokens: int | None
     gap: float  # between two arrivals
     spare: int | None  # blocks of 8 tokens beside those that rows can need
+    host_tokens: int  # of blocks that go to host memory
 
 
 def sizes(num_rows: int | None) -> st.SearchStrategy[Sizes]:
@@ -117,6 +155,7 @@ def sizes(num_rows: int | None) -> st.SearchStrategy[Sizes]:
         st.sampled_from((None, 6, 16)),
         st.sampled_from((0.0, 3.0, 100.0)) if num_rows is None else st.just(0.0),
         st.sampled_from((0, 3, None)),
+        st.sampled_from((1000, 30, 0)),
     )
 
 
@@ -133,17 +172,23 @@ def serve(
     needed = sizes.num_rows * -(-most // 8)
     room = 30 * sizes.num_rows if sizes.spare is None else sizes.spare
     if shares:
-        pool = {"block_tokens": 8, "num_blocks": needed + room, "shares_prefixes": True}
-        runner = replace(runner, **pool)
+        runner = replace(
+            runner,
+            block_tokens=8,
+            num_blocks=needed + room,
+            shares_prefixes=True,
+            host_tokens=sizes.host_tokens,
+        )
     log = DraftLog()
     runner.set_observer(DraftLog, log)
     draft = own = None
     if drafter.removeprefix(NGRAM_AND) in NAMED:
-        draft = draft_for(runner, drafter, kv, most, shares)
+        # A budget below a block is passed within one.
+        draft = draft_for(runner, drafter, kv, most, shares, chunk=8 if kv.budget > 8 else 2)
         own = draft.runner
         assert own is not None, "this rank drafts"
         if shares:
-            draft = replace(draft, runner=with_pool(own, room))
+            draft = replace(draft, runner=with_pool(own, room, sizes.host_tokens))
             own = draft.runner
             assert own is not None
         own.set_observer(DraftLog, log)
@@ -164,6 +209,8 @@ def serve(
     if own is not None and own.caches.prefixes is not None:
         count_evictions(own.caches.prefixes, served)
 
+    watch_logits(own or runner, engine, served)
+
     def observe(request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
         assert output.digests is not None, "a log is kept"
         accepted = output.num_accepted or [0] * len(request_ids)
@@ -174,14 +221,40 @@ def serve(
 
     engine.serve(strategy, requests, observe, served.counts.watch)
     served.outputs += [request.output_ids for request in requests]
+    served.came_back = came_back(runner)
+    served.came_back_to_draft = 0 if own is None else came_back(own)
     served.computed_by_draft = 0 if own is None else own.counts.num_tokens
     return served
 
 
-def with_pool(runner: ModelRunner, room: int) -> ModelRunner:
+def watch_logits(runner: ModelRunner, engine: Engine, served: Served) -> None:
+    """Keep the logits of drafts, but those that are read from a copy of the cache."""
+    forward = runner.forward
+
+    def watched(batch: ForwardBatch) -> Tensor:
+        out = forward(batch)
+        if batch.is_draft and batch.num_outputs == 1:
+            rows = BatchRows.of(batch.rows, runner.device).numbers
+            for row, logits in zip(rows, out[:, -1], strict=True):
+                request = engine.scheduler.rows[row]
+                assert request is not None, "it drafts"
+                served.steps[request.request_id].logits.append(logits.clone())
+        return out
+
+    runner.forward = watched  # type: ignore[method-assign]
+
+
+def with_pool(runner: ModelRunner, room: int, host_tokens: int) -> ModelRunner:
     """The runner of a draft, with so many blocks beside those that its rows can need."""
-    size = runner.cache.shape.block_size
-    return replace(runner, num_blocks=runner.num_rows * -(-runner.max_tokens // size) + room)
+    num_blocks = runner.num_rows * -(-runner.max_tokens // runner.cache.shape.block_size) + room
+    return replace(runner, num_blocks=num_blocks, host_tokens=host_tokens)
+
+
+def came_back(runner: ModelRunner) -> int:
+    """Blocks that were copied from host memory, a source once for each copy."""
+    moves = runner.caches.moves
+    assert moves.num_out or not moves.num_in, "they have gone there before"
+    return moves.num_in
 
 
 def count_evictions(prefixes: PrefixCache, served: Served) -> None:
@@ -204,6 +277,7 @@ def test_drafts_after_a_hit_are_those_after_a_prefill(drafter: str, kv: KVSectio
     num_rows = 1 if drafter.startswith("ngram") else None
 
     @settings(max_examples=4)
+    @example(two_in_turns(), Sizes(1, None, 0.0, 0, 1000))
     @given(conversations(), sizes(num_rows))
     def check(asked: list[Request], drawn: Sizes) -> None:
         cold = serve(asked, drawn, drafter, kv, shares=False)
@@ -211,16 +285,25 @@ def test_drafts_after_a_hit_are_those_after_a_prefill(drafter: str, kv: KVSectio
             warm = serve(asked, drawn, drafter, kv, shares=True)
         expected = [lone_output(request) for request in asked]
         assert cold.outputs == warm.outputs == expected
-        if warm.counts.num_preemptions == 0:  # a request that comes back drafts elsewhere
-            assert warm.steps == cold.steps
+        if warm.counts.num_preemptions:  # a request that joins again drafts elsewhere
+            return
+        assert warm.steps == cold.steps
+        for number, steps in warm.steps.items():
+            pairs = zip(steps.logits, cold.steps[number].logits, strict=True)
+            seen["logits"] += len(steps.logits)
+            assert all(torch.allclose(*pair, rtol=1e-4, atol=1e-4) for pair in pairs)
         seen["found"] += warm.counts.num_found
         seen["accepted"] += sum(sum(steps.accepted) for steps in warm.steps.values())
         seen["saved"] += cold.computed_by_draft - warm.computed_by_draft
+        seen["came back"] += warm.came_back
+        seen["came back to a draft"] += warm.came_back_to_draft
         seen["evicted"] += warm.evicted_by_draft
-        seen["compared"] += warm.counts.num_preemptions == 0
+        seen["compared"] += 1
 
     check()
-    assert seen["found"] > 0 and seen["compared"] > 1, seen
+    assert seen["found"] > 0 and seen["compared"] > 1 and seen["came back"] > 0, seen
+    assert seen["logits"] > 0 or "snapkv" in kv.policy or drafter == "ngram", seen
     assert seen["accepted"] > 0 or (drafter, kv) != ("model", FULL), seen
     if drafter.removeprefix(NGRAM_AND) in NAMED:
         assert seen["saved"] > 0 and seen["evicted"] > 0, seen
+        assert seen["came back to a draft"] > 0, seen

@@ -24,7 +24,7 @@ from magicdec.output.console import Silent
 from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.setup.eagle_checks import check_head, state_layers
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
-from magicdec.setup.memory_plan import model_plans_of
+from magicdec.setup.memory_plan import model_plans_of, plan_of
 from magicdec.setup.prepare import SetupCache, find
 
 TARGET = replace(TINY, vocab_size=2051, num_layers=8)
@@ -378,7 +378,12 @@ def test_the_plan_has_the_bytes_of_a_head_its_cache_and_its_states(
     target_plan, head_plan = model_plans_of(run.config, run.models, 0)
     if shares:
         target_plan = replace(
-            target_plan, block_tokens=16, cache_tokens=50_000, shares_prefixes=True
+            target_plan,
+            block_tokens=16,
+            cache_tokens=50_000,
+            shares_prefixes=True,
+            offloads=True,
+            offload_tokens=999,
         )
         head_plan = head_plan.beside(target_plan)
     models = LoadedModels(torch.device("cpu"), Silent())
@@ -392,3 +397,9 @@ def test_the_plan_has_the_bytes_of_a_head_its_cache_and_its_states(
     assert head_plan.weight_bytes == own
     assert head_plan.kv_bytes == draft.runner.cache.num_bytes
     assert target_plan.state_bytes == states.num_bytes
+    for plan, own in ((target_plan, runner), (head_plan, draft.runner)):
+        host = own.cache.host
+        assert plan.host_bytes == (0 if host is None else host.num_bytes)
+        assert plan.host_tokens == (1024 if shares else 0), "blocks of 64"
+        whole = plan_of([plan])
+        assert whole.kv + whole.draft_kv == plan.kv_bytes + plan.state_bytes + plan.host_bytes

@@ -70,6 +70,8 @@ REFUSALS = [  # (ranks, flags, message)
     (1, "--modes pipeline --pa 0.3", f"--pa {UNUSED} pipeline uses it"),
     (1, "--modes pipeline --pr 0.1", f"--pr {UNUSED} pipeline uses it"),
     (1, "--modes static --window_ms 5", f"--window_ms {UNUSED} static uses it"),
+    (1, "--kv_offload host", "--kv_offload host keeps blocks that leave the prefix cache"),
+    (1, "--prefix_cache --offload_tokens 99", "--offload_tokens 99 does nothing with --kv_offload"),
     (1, "--modes ring --cache_tokens 16", f"--cache_tokens {UNUSED} ring uses it"),
     (1, "--modes ring --batch_ranks all", f"--batch_ranks {UNUSED} ring uses it"),
     (1, "--modes pipeline --prefill_tokens 9", f"--prefill_tokens {UNUSED} pipeline uses it"),

@@ -57,6 +57,8 @@ LOAD = {
     "block_tokens": None,
     "cache_tokens": None,
     "prefix_cache": False,
+    "kv_offload": "none",
+    "offload_tokens": None,
     "window_ms": None,
     "emulate_acceptance": None,
 }

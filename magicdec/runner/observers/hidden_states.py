@@ -47,7 +47,8 @@ class HiddenStates(ForwardObserver):
         self.token_ids = torch.zeros(places, dtype=torch.int64, device=device)
         self._cache = cache
         if cache is not None:
-            cache.attached += [self.values, self.token_ids]
+            cache.attach(self.values)
+            cache.attach(self.token_ids)
         self._texts = torch.arange(num_rows, device=device)  # the row whose states each row has
 
     @classmethod

@@ -21,6 +21,7 @@ SEQUENTIAL = "sequential"  # one request after the other
 DYNAMIC = "dynamic"  # the mode that has a time window
 INFLIGHT = "inflight"
 WINDOW_MS = 1000.0
+HOST = "host"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,18 @@ class FloverSettings(RowSettings, PrefillSettings, PrefixSettings):
         least=1,
     )
 
+    kv_offload: str = setting(
+        "none",
+        "Where blocks go that leave the prefix cache: nowhere, or to host memory, from which they "
+        "come back, with what a draft has of them, when a text begins with them.",
+        choices=("none", HOST),
+    )
+    offload_tokens: int | None = setting(
+        None,
+        "Tokens of such blocks that host memory holds. Default: as many as the KV cache.",
+        least=1,
+    )
+
     def settled(self, load: ServeOptions, passes: Sequence[Pass]) -> Self:
         has_window = any(serving_pass.mode == DYNAMIC for serving_pass in passes)
         window_ms = WINDOW_MS if self.window_ms is None else self.window_ms
@@ -65,6 +78,16 @@ class FloverSettings(RowSettings, PrefillSettings, PrefixSettings):
     def check(
         self, load: ServeOptions, passes: Sequence[Pass], config: RunConfig, world_size: int
     ) -> None:
+        if self.kv_offload == HOST and not self.prefix_cache:
+            raise ValueError(
+                f"--kv_offload {HOST} keeps blocks that leave the prefix cache, and there is none; "
+                "give --prefix_cache, or leave it out"
+            )
+        if self.offload_tokens is not None and self.kv_offload != HOST:
+            raise ValueError(
+                f"--offload_tokens {self.offload_tokens} does nothing with --kv_offload "
+                f"{self.kv_offload}; give --kv_offload {HOST}, or leave it out"
+            )
         for serving_pass in passes:
             if serving_pass.ranks is Ranks.ALL and world_size == 1:
                 raise ValueError(f"--modes {serving_pass.name} needs several ranks; see --nproc")
@@ -125,5 +148,7 @@ FLOVER = SystemDeclaration(
         "cache_tokens",
         "window_ms",
         "prefix_cache",
+        "kv_offload",
+        "offload_tokens",
     ),
 )

@@ -36,7 +36,7 @@ from magicdec.speculation.steps.build import build_decoder
 from magicdec.speculation.steps.logits_recorder import LogitsRecorder
 from magicdec.speculation.steps.strategy import DecodingStrategy, Phase
 from magicdec.systems.flover.batchings import BATCHINGS
-from magicdec.systems.flover.declaration import INFLIGHT, SEQUENTIAL, FloverSettings
+from magicdec.systems.flover.declaration import HOST, INFLIGHT, SEQUENTIAL, FloverSettings
 from magicdec.systems.modes import Pass
 from magicdec.systems.observer import PassObserver
 from magicdec.systems.system import (
@@ -110,6 +110,8 @@ class Flover(ReplayingSystem):
             cache_tokens=self.settings.cache_tokens,
             rewound=rewound_by_step(config),
             shares_prefixes=self.shares_prefixes,
+            offloads=self.settings.kv_offload == HOST,
+            offload_tokens=self.settings.offload_tokens,
         )
         return [target, *(draft.beside(target) for draft in drafts)]
 
@@ -187,6 +189,12 @@ class Flover(ReplayingSystem):
                 self._limits(serving_pass),
                 observer,
             )
+        if self.settings.kv_offload == HOST:
+            # A low-bit copy drafts over the target's caches.
+            caches = {id(runner.caches): runner.caches for runner in self.runners}
+            moves = [held.moves for held in caches.values()]
+            observer.counts.blocks_to_host = sum(moved.num_out for moved in moves)
+            observer.counts.blocks_from_host = sum(moved.num_in for moved in moves)
         return SystemDetails(recorder=recorder if observer.is_measured else None)
 
     def _decode(

@@ -34,6 +34,12 @@ PROPERTIES = (
                 "pass",
             ),
             Fault(
+                "states do not go to host memory",
+                "kv/pool.py",
+                "            self.host.add(tensor)\n\n    def offload",
+                "            pass\n\n    def offload",
+            ),
+            Fault(
                 "states stay with the row that computed them",
                 STATES,
                 "cache=runner.cache if runner.shares_prefixes else None",
@@ -57,6 +63,12 @@ PROPERTIES = (
         "After a hit a draft model whose cache rolls drafts what it drafts after a prefill.",
         f"{DRAFTS}[model rolls]",
         (
+            Fault(
+                "the sinks of another place come back",
+                "kv/pool.py",
+                "tensor[block].copy_(host[place], non_blocking=True)",
+                "tensor[block].copy_(host[place - 1], non_blocking=True)",
+            ),
             Fault("within a chunk", ROLLS, "most, self.chunk)", "most)"),
             Fault(
                 "what steps have computed is kept",
@@ -65,16 +77,34 @@ PROPERTIES = (
                 "                pass",
             ),
             Fault(
-                "sinks stay turned",
-                ROLLS,
-                "            self._turn_back(row)\n            super().keep",
-                "            super().keep",
-            ),
-            Fault(
                 "they are turned where others read them",
                 ROLLS,
                 "                cache.block_table[row, place] = own\n",
                 "",
+            ),
+        ),
+    ),
+    Property(
+        "A cache that rolls leaves whole blocks for others, also where a budget ends within one.",
+        f"{DRAFTS}[a budget below a block]",
+        (
+            Fault(
+                "what a row has in blocks of its own stays there",
+                ROLLS,
+                "                cache.copy_block(own, block)",
+                "                pass",
+            ),
+        ),
+    ),
+    Property(
+        "A block that a row is about to read keeps its place in host memory.",
+        "test_prefix_cache.py::test_a_block_that_a_row_is_about_to_read_keeps_its_place",
+        (
+            Fault(
+                "it loses it",
+                "kv/prefix_cache.py",
+                "            self._away.pop(node, None)\n            self._num_repeated",
+                "            self._num_repeated",
             ),
         ),
     ),
