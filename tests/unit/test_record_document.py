@@ -107,6 +107,8 @@ def test_committed_records_are_read_and_as_the_schema_says() -> None:
 
 def kept(raw: Any, written: Any) -> Any:
     """`written` with only the keys of `raw`: an older record lacks keys that are written today."""
+    if isinstance(raw, list) and isinstance(written, list):
+        return [kept(*pair) for pair in zip(raw, written, strict=True)]
     if not isinstance(raw, dict) or not isinstance(written, dict):
         return written
     return {key: kept(value, written[key]) for key, value in raw.items()}

@@ -136,7 +136,7 @@ PROPERTIES = (
             Fault(
                 "a block is taken for it that is not there",
                 PREFIXES,
-                "if needs_block > num_spare else self",
+                "if self.keeps_block > num_spare else self",
                 "if False else self",
             ),
         ),
@@ -178,7 +178,7 @@ PROPERTIES = (
             Fault(
                 "what has gone on in another block stays",
                 PREFIXES,
-                "self._replaced += map(self._forget, shorter)",
+                "self._replaced += [child.block for child in shorter if self._forget(child)]",
                 "pass",
             ),
             Fault(
@@ -208,8 +208,8 @@ PROPERTIES = (
             Fault(
                 "the prompt alone is looked for when it joins again",
                 SCHEDULER,
-                "self.look_up(request.request_id, request.num_cached, found.get(row, 0))",
-                "self.look_up(request.request_id, len(request.prompt_ids), found.get(row, 0))",
+                "counts = request.num_cached, found.num_tokens,",
+                "counts = len(request.prompt_ids), found.num_tokens,",
             ),
             Fault(
                 "the last time that it joined counts",
