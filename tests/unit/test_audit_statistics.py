@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import chisquare
+from scipy.stats import chisquare, ttest_1samp
 
 from magicdec.bench.audit.asking import ServerAnswer
 from magicdec.bench.audit.counters import full_draft
@@ -28,6 +28,7 @@ from magicdec.bench.audit.sampling import (
     expected_of,
 )
 from magicdec.bench.audit.statistics import (
+    chance_of_mean,
     chi_squared_tail,
     compare_counts,
     most_undetected,
@@ -104,6 +105,17 @@ def test_many_tests_together() -> None:
     assert rejected([0.03, 0.0004, 0.04], 0.05) == [False, True, False]
     assert rejected([], 0.05) == []
     assert most_undetected(59) == pytest.approx(0.0495, abs=1e-3)
+
+
+@given(st.lists(st.floats(-3, 3), min_size=4, max_size=9))
+def test_the_chance_of_a_mean_is_that_of_scipys_t_test(values: list[float]) -> None:
+    if np.std(values) > 1e-6:
+        expected = ttest_1samp(values, 0.0, alternative="less").pvalue
+        assert chance_of_mean(values) == pytest.approx(expected)
+
+
+def test_losses_that_are_all_alike_are_certain() -> None:
+    assert chance_of_mean([-0.5] * 4) == 0 and chance_of_mean([0.0] * 4) == 1
 
 
 def whole(logits: list[float]) -> ScoredToken:

@@ -95,6 +95,30 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "The chance of a loss of acceptance is Student's.",
+        f"{STATISTICS}test_the_chance_of_a_mean_is_that_of_scipys_t_test",
+        (
+            Fault(
+                "one degree of freedom too many",
+                f"{ROOM}statistics.py",
+                "(spread / math.sqrt(len(values))), len(values) - 1))",
+                "(spread / math.sqrt(len(values))), len(values)))",
+            ),
+        ),
+    ),
+    Property(
+        "Samples are drawn where lookups draft.",
+        f"{AUDIT}test_samples_are_drawn_where_lookups_draft",
+        (
+            Fault(
+                "the text of a place is as it was",
+                f"{ROOM}sampling.py",
+                "return replace(self, ids=(*self.ids[-LOOKED_UP:], self.first, draft, *self.ids))",
+                "return self",
+            ),
+        ),
+    ),
+    Property(
         "The noise of the probabilities is no fault of draws.",
         f"{STATISTICS}test_an_error_of_the_probabilities_is_no_fault",
         (

@@ -102,7 +102,7 @@ class AuditSettings:
     top_p: float
 
     @classmethod
-    def drawn(cls, number: int, asked: argparse.Namespace) -> AuditSettings:
+    def drawn(cls, number: int, kind: str, asked: argparse.Namespace) -> AuditSettings:
         draws = random.Random(f"audit {asked.seed} {number}")
         temperatures = draws.choice([(1.0, 0.6), (1.0, 0.8), (0.7, 1.0), (1.0,)])
         has_top_k = draws.random() < 0.2
@@ -111,7 +111,8 @@ class AuditSettings:
             gen_len=draws.choice([20, 24, 32]),
             num_requests=draws.choice([6, 8]),
             temperatures=temperatures,
-            top_k=draws.choice([5, 10]) if has_top_k else 0,
+            # vLLM 0.32.0 ends at a step without drafts of a request with `top_k`.
+            top_k=draws.choice([5, 10]) if has_top_k and kind.startswith(LLAMA) else 0,
             top_p=0.9 if temperatures == (1.0,) and not has_top_k else 1.0,
         )
 
@@ -246,7 +247,7 @@ def main() -> int:
         try:
             with served(server, asked) as url:
                 for number in group:
-                    settings = AuditSettings.drawn(number, asked)
+                    settings = AuditSettings.drawn(number, server.kind, asked)
                     print(f"{number}: {server}; {settings}", flush=True)
                     words = [*settings.words(server.slots), *asked.flags]
                     code = audit(server.kind, url, words, asked.out, next(texts))
