@@ -205,7 +205,11 @@ def documented() -> dict[str, dict[str, str]]:
 
 
 HASHES = "environment.kernels"  # by the names of libraries, which are no keys of the schema
-NAMED = {"metrics.acceptance_by_category": "<category>"}
+NAMED = {
+    "metrics.acceptance_by_category": "<category>",
+    "acceptance_by_turn": "<turns>",
+    "acceptance_by_hit": "<hit>",
+}
 DETAIL = "details"  # whose keys are those of the class of its kind
 
 
