@@ -293,6 +293,8 @@ def test_every_mode_answers_every_turn_as_it_would_alone(
         "--prefix_cache",
         "--block_tokens",
         "16",
+        "--kv_offload",
+        "host",
         "--modes",
         *modes,
     )
@@ -316,6 +318,8 @@ def test_every_mode_answers_every_turn_as_it_would_alone(
     later = [mode_hits[1:] for mode_hits in hits]
     assert later[0] == later[1] == later[2] and hits[0][0] < hits[0][2]
     assert all(drafting >= plain for plain, drafting in zip(later[2], later[3], strict=True))
+    offloads = [record.groups[0].blocks_to_host is not None for record in records]
+    assert offloads == [mode in modes[:4] for mode in modes]
     assert [t.prefix_hit_rate for t in by_mode["ring"] or ()] == [None] * 3
     categories = first.workload.categories
     assert categories is not None and set(categories) == {"a", "b"}
