@@ -113,7 +113,7 @@ class AuditSettings:
             temperatures=temperatures,
             # vLLM 0.32.0 ends at a step without drafts of a request with `top_k`.
             top_k=draws.choice([5, 10]) if has_top_k and kind.startswith(LLAMA) else 0,
-            top_p=0.9 if temperatures == (1.0,) and not has_top_k else 1.0,
+            top_p=0.6 if temperatures == (1.0,) and not has_top_k else 1.0,
         )
 
     def words(self, slots: int) -> list[str]:
