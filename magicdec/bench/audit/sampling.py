@@ -103,7 +103,7 @@ def check(name: str, audit: Audit) -> AuditCheck:
         if share < LEAST_DRAFTED and not findings:
             return AuditCheck.of(name, [], f"{text}: they prove nothing", Status.UNVERIFIED)
         distance /= max(share, LEAST_DRAFTED)
-    if not audit.sampled:
+    if not findings and all(found.depth == 1 for found in audit.sampled):
         return AuditCheck.of(name, [], text, Status.UNVERIFIED)
     bound = f"a distance of less than {distance:.2g} (total variation) at the first token that "
     return AuditCheck.of(name, findings, text, bound=f"{bound}drafts can be")
@@ -296,9 +296,10 @@ def _combined(first: SampledPlace, again: SampledPlace | None) -> SampledPlace:
 
 
 def likely_beginnings(place: OpenPlace, answers: Sequence[ServerAnswer]) -> list[Beginning]:
-    """By depth the tokens with which answers usually begin, as far as enough of them do."""
-    beginnings = [(place.first,)]
-    while len(beginnings) <= NUM_DEPTHS:
+    """By depth the tokens with which answers usually begin, as far as enough of them do. The first
+    one has none before it: that it is right proves nothing, but some servers draft it, too."""
+    beginnings: list[Beginning] = [(), (place.first,)]
+    while len(beginnings) <= 1 + NUM_DEPTHS:
         drawn = tokens_after(beginnings[-1], answers)
         if len(drawn) < LEAST_DRAWS:
             return beginnings[:-1]

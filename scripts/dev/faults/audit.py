@@ -29,7 +29,7 @@ PROPERTIES = (
             Fault(
                 "no token of a draw is tested",
                 f"{ROOM}sampling.py",
-                "beginnings = [(place.first,)]",
+                "beginnings: list[Beginning] = [(), (place.first,)]",
                 "return []",
             ),
             Fault(
