@@ -205,6 +205,19 @@ def test_requests_of_a_file_know_each_others_blocks(tmp_path: Path) -> None:
     assert known_tokens(sessions) == [[0], [1024], [1024], [512], [0]]
 
 
+def test_a_request_knows_what_came_before_it_in_time(tmp_path: Path) -> None:
+    """Not what stands before it in the file."""
+    trace = weka(call(0, 8), agent(1, call(9, 16, [2, 3])), call(5, 16, [2, 4]))
+    assert known_tokens(sessions_of(tmp_path, "weka", trace)) == [[0, 8, 0]]
+
+
+def test_sessions_begin_with_other_texts() -> None:
+    """Also where the text repeats itself."""
+    texts = BlockTexts("x", [1, 2, 3, 4] * 10, 0, None)
+    prompts = [texts.prompt(name, Blocks((7,), 4, 4)) for name in "abcd"]
+    assert len(set(prompts)) == 4
+
+
 def test_scaling_has_one_rule(tmp_path: Path) -> None:
     """A block of 8 tokens has 2, what is beyond whole blocks and outputs are rounded, and times are
     a quarter. A last block that the prompt cuts keeps at least a token."""

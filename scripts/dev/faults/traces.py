@@ -29,6 +29,12 @@ PROPERTIES = (
                 "ids = seen[session.namespace]",
                 'ids = seen[""]',
             ),
+        ),
+    ),
+    Property(
+        "A request knows what came before it in time.",
+        f"{TESTS}test_a_request_knows_what_came_before_it_in_time",
+        (
             Fault(
                 "requests come in the order of the file",
                 SESSIONS,
@@ -65,6 +71,12 @@ PROPERTIES = (
                 "if hash_id not in pieces:",
                 "if True:",
             ),
+        ),
+    ),
+    Property(
+        "Sessions begin with other texts.",
+        f"{TESTS}test_sessions_begin_with_other_texts",
+        (
             Fault(
                 "sessions begin alike",
                 TEXTS,
