@@ -151,12 +151,23 @@ def test_an_assistant_with_another_tokenizer_is_lossy(audit: Auditing) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("drafts", ["early exit", OTHER])
-def test_logits_of_other_tokens_are_found(
-    audit: Auditing, monkeypatch: pytest.MonkeyPatch, drafts: str
+@pytest.mark.parametrize(
+    ("drafts", "fault", "sampling"),
+    [
+        # Without top-k, so that all drafts are accepted.
+        ("early exit", shifted_candidates, ["--temperature", 1]),
+        (OTHER, raw_candidates, TOP_K),
+    ],
+)
+def test_logits_of_another_distribution_are_found(
+    audit: Auditing,
+    monkeypatch: pytest.MonkeyPatch,
+    drafts: str,
+    fault: Callable[..., Any],
+    sampling: list[object],
 ) -> None:
-    """Without top-k, so that all drafts are accepted."""
+    """Also with the other classes that draft with a model."""
     monkeypatch.setattr(AssistantToTargetTranslator, MEND, target_logits_in_order)
-    monkeypatch.setattr(AssistedCandidateGenerator, GENERATOR, shifted_candidates)
-    _, record = audit(drafts, "--temperature", 1, *FAST)
+    monkeypatch.setattr(AssistedCandidateGenerator, GENERATOR, fault)
+    _, record = audit(drafts, *sampling, *FAST)
     assert statuses(record) == {GREEDY: "verified", SAMPLING: "mismatch"}
