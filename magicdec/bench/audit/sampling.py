@@ -45,7 +45,7 @@ TAIL = -1  # the cell of tokens that are not told apart
 LEAST_SLACK = 0.01  # of sums of probabilities at the edge of `top_p`
 NUM_ERRORS = 3  # relative errors of a probability that are slack there
 MOST_IMPOSSIBLE = 0.002  # share of draws that an edge elsewhere may explain
-Beginning = tuple[int, ...]
+FirstTokens = tuple[int, ...]
 """The tokens of answers before one that is tested."""
 
 
@@ -270,7 +270,7 @@ def draw(
 
     first, again = counts
     answers = answers_of(range(1, 1 + first))
-    expected = dict[Beginning, Expected]()
+    expected = dict[FirstTokens, Expected]()
     for beginning in likely_beginnings(place, answers):
         found = expected_of(judge.server.next_token([*place.ids, *beginning]), sampling, noise)
         if found is not None:
@@ -295,10 +295,10 @@ def _combined(first: SampledPlace, again: SampledPlace | None) -> SampledPlace:
     return replace(again, p_value=SUSPICION * again.p_value)
 
 
-def likely_beginnings(place: OpenPlace, answers: Sequence[ServerAnswer]) -> list[Beginning]:
+def likely_beginnings(place: OpenPlace, answers: Sequence[ServerAnswer]) -> list[FirstTokens]:
     """By depth the tokens with which answers usually begin, as far as enough of them do. The first
     one has none before it: that it is right proves nothing, but some servers draft it, too."""
-    beginnings: list[Beginning] = [(), (place.first,)]
+    beginnings: list[FirstTokens] = [(), (place.first,)]
     while len(beginnings) <= 1 + NUM_DEPTHS:
         drawn = tokens_after(beginnings[-1], answers)
         if len(drawn) < LEAST_DRAWS:
@@ -307,7 +307,7 @@ def likely_beginnings(place: OpenPlace, answers: Sequence[ServerAnswer]) -> list
     return beginnings[:-1]
 
 
-def tokens_after(beginning: Beginning, answers: Sequence[ServerAnswer]) -> list[int]:
+def tokens_after(beginning: FirstTokens, answers: Sequence[ServerAnswer]) -> list[int]:
     """The next tokens of the answers that begin so."""
     size = len(beginning)
     return [a.output_ids[size] for a in answers if tuple(a.output_ids[:size]) == beginning]
@@ -316,11 +316,11 @@ def tokens_after(beginning: Beginning, answers: Sequence[ServerAnswer]) -> list[
 def tests_of(
     place: OpenPlace,
     answers: Sequence[ServerAnswer],
-    expected: Mapping[Beginning, Expected],
+    expected: Mapping[FirstTokens, Expected],
     noise: Noise,
-) -> dict[Beginning, SampledPlace]:
+) -> dict[FirstTokens, SampledPlace]:
     """The tests of the tokens after each beginning, without those that have no two cells."""
-    tested = dict[Beginning, SampledPlace]()
+    tested = dict[FirstTokens, SampledPlace]()
     for beginning, right in expected.items():
         found = compare_draws(tokens_after(beginning, answers), right, noise.relative)
         if found is not None:

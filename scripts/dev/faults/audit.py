@@ -29,7 +29,7 @@ PROPERTIES = (
             Fault(
                 "no token of a draw is tested",
                 f"{ROOM}sampling.py",
-                "beginnings: list[Beginning] = [(), (place.first,)]",
+                "beginnings: list[FirstTokens] = [(), (place.first,)]",
                 "return []",
             ),
             Fault(
@@ -99,7 +99,7 @@ PROPERTIES = (
         f"{STATISTICS}test_the_chance_of_a_mean_is_that_of_scipys_t_test",
         (
             Fault(
-                "one degree of freedom too many",
+                "a degree of freedom too many of a place",
                 f"{ROOM}statistics.py",
                 "(spread / math.sqrt(len(values))), len(values) - 1))",
                 "(spread / math.sqrt(len(values))), len(values)))",
