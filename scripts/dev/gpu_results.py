@@ -102,12 +102,13 @@ def break_even_grid(places: Places) -> list[str]:
         f"| requests | {' | '.join(f'{context} tokens' for context in contexts)} |",
         "|---|" + "--:|" * len(contexts),
     ]
-    for line, num_rows in enumerate(max(rows.values(), key=len)):
-        cells = []
+    usual = max(rows.values(), key=lambda counts: len(counts))
+    for line, num_rows in enumerate(usual):
+        cells = list[str]()
         for context in contexts:
             own = rows[context][line] if line < len(rows[context]) else None
-            value = "" if own is None else f"{known[context, own]:.2f}"
-            cells.append(value if own in (None, num_rows) else f"{value} ({own})")
+            text = "" if own is None else f"{known[context, own]:.2f}"
+            cells.append(text if own in (None, num_rows) else f"{text} ({own})")
         lines.append(f"| {num_rows} | {' | '.join(cells)} |")
     return lines
 
