@@ -82,8 +82,6 @@ def run_gate(values: ParsedValues) -> int:
     is_packaged = args.baseline == COMMITTED and not COMMITTED.exists()
     path = to_compare_with(PACKAGED if is_packaged else args.baseline)
     baselines = read_baselines(path)
-    if path.stem != COMMITTED.stem and path != args.baseline:
-        print(f"baselines of this kind of CPU: {path}", flush=True)
     for baseline in baselines:
         if (problem := unfounded(baseline)) is not None:
             renew = f"renew it with `magicdec gate save --baseline {path}`"
@@ -99,6 +97,8 @@ def run_gate(values: ParsedValues) -> int:
         from magicdec.bench.gate.moved import with_names_here
 
         chosen = with_names_here(cases, chosen)
+    if path.stem != COMMITTED.stem and path != args.baseline:
+        print(f"baselines of this kind of CPU: {path}", flush=True)
     results = [founded(result) for result in run(args.processes, cases)]
     records = [result for result in results if not isinstance(result, str)]
     if args.out is not None:

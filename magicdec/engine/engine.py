@@ -53,7 +53,7 @@ class Engine:
         prefixes = runner.caches.prefixes if shares_prefixes else None
         self.scheduler = Scheduler(runner.num_rows, limits or BatchLimits(), prefixes=prefixes)
         self.requests: list[Request] = []  # of the batch that was prefilled last
-        self._now = self.clock.now  # by which requests end
+        self.clock_of_ends: Clock | GroupClock = self.clock  # by which requests end
         self.num_steps = 0  # decode steps since `begin`
 
     def with_runner(self, runner: ModelRunner) -> Engine:
@@ -128,8 +128,10 @@ class Engine:
         for request in requests:
             self.scheduler.limits.check(request)
         arrivals = Arrivals.of(requests)
+        self.clock_of_ends = self.clock
         if arrivals.is_timed:  # what comes next follows from these times, on all ranks alike
-            self._now = GroupClock(self.clock, self.runner.group, self.runner.device).now
+            group = self.runner.group
+            self.clock_of_ends = GroupClock(self.clock, group, self.runner.device)
         while (plan := self._next(arrivals)) is not None:
             watch(plan)
             self.execute(plan, strategy, observe)
@@ -205,7 +207,7 @@ class Engine:
     def _decode(self, batch: Batch, strategy: DecodingStrategy, observe: Observer) -> None:
         started = self.clock.now()
         output = self._step(batch, strategy)
-        now = self._now()
+        now = self.clock_of_ends.now()
         observe(batch.ids, self.scheduler.commit(batch, output, now), now - started)
         ended = [(r, r.row) for r in batch.requests if r.status is RequestStatus.FINISHED]
         if ended:
@@ -226,7 +228,7 @@ class Engine:
             output = prefill(self.runner, parts, self.prefill_chunk, progress)
         if self.is_in_flight:  # whose first tokens are known when all parts are prefilled
             output = replace(output, emitted_s=None)
-        self.scheduler.commit(Batch(tuple(complete)), output, self._now())
+        self.scheduler.commit(Batch(tuple(complete)), output, self.clock_of_ends.now())
         return complete
 
     def _reserve(self, plan: StepPlan) -> None:

@@ -148,7 +148,8 @@ def test_a_single_token_has_no_time_per_token() -> None:
     names = {f"{s}_{time}_ms" for s in ("mean", "p50", "p90", "p99") for time in ("tpot", "itl")}
     rates = {"arrival_rate", "request_tokens_per_s", "request_goodput"}
     intervals = {"output_throughput_interval"}
-    assert missing == {*names, *rates, *intervals, "steady_output_throughput"}
+    sessions = {f"{s}_session_ms" for s in ("mean", "p50", "p90", "p99")} | {"sessions_per_hour"}
+    assert missing == {*names, *rates, *intervals, *sessions, "steady_output_throughput"}
 
 
 def test_a_step_counts_what_it_prefills_and_decodes() -> None:

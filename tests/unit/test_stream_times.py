@@ -53,7 +53,8 @@ class ScriptedStream(Servers):
         decoding = SimpleNamespace(ignore_eos=False)
         source = SimpleNamespace(config=SimpleNamespace(vocab_size=50), name="tiny")
         self.run: Any = SimpleNamespace(config=SimpleNamespace(decoding=decoding), source=source)
-        self.settings: Any = SimpleNamespace(turns=1, prefix_cache=False)
+        self.options: Any = SimpleNamespace(turns=1)
+        self.settings: Any = SimpleNamespace(prefix_cache=False)
 
     def now(self) -> float:
         return self.scripted.clock_s
