@@ -28,8 +28,8 @@ PROPERTIES = (
             Fault(
                 "a step timed until it begins",
                 "engine/engine.py",
-                "        output = self._step(batch, strategy)\n        now = self._now()",
-                "        now = self._now()\n        output = self._step(batch, strategy)",
+                "output = self._step(batch, strategy)\n        now = self.clock_of_ends.now()",
+                "now = self.clock_of_ends.now()\n        output = self._step(batch, strategy)",
             ),
             Fault(
                 "tokens of a step read after its phase",
