@@ -24,7 +24,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from magicdec.config.capabilities import policy_called
 from magicdec.config.resolved import ResolvedConfig
@@ -35,9 +34,8 @@ from magicdec.names import BASELINE, FULL_KV_POLICY
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch, Request, StepOutput
 from magicdec.runner.sampling.metadata import SamplingMetadata
-from magicdec.runner.sampling.model_tokens import Proposal, whole_logits
+from magicdec.runner.sampling.model_tokens import whole_logits
 from magicdec.runner.sampling.sampling import probabilities
-from magicdec.runner.sampling.verification import Verdicts
 from magicdec.setup.loading import make_draft
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.speculation.draft_length import WholeLookups
@@ -51,7 +49,7 @@ from magicdec.speculation.drafter import (
 from magicdec.speculation.ngram import NgramDrafter
 from magicdec.speculation.observation import newest_cached, rerun_tail
 from magicdec.speculation.steps.build import build_decoder
-from magicdec.speculation.steps.logits_recorder import StepRecorder
+from magicdec.speculation.steps.logits_recorder import JudgedStep, StepRecorder
 from magicdec.speculation.steps.steps import DecodeSteps
 from magicdec.systems.modes import Pass
 from magicdec.systems.observer import PassObserver
@@ -145,22 +143,15 @@ class TextChances(StepRecorder):
     def wants(self, rows: Sequence[int]) -> list[int]:
         return [*range(len(rows))]
 
-    def keep(
-        self,
-        requests: Sequence[Request],
-        proposal: Proposal,
-        verdicts: Verdicts,
-        places: Sequence[int],
-        logits: Tensor,
-    ) -> None:
+    def keep(self, step: JudgedStep) -> None:
         device = self.runner.device
         vocab_size = self.runner.model.config.vocab_size
-        sampling = SamplingMetadata.of(requests, vocab_size, device, has_flaws=False)
+        sampling = SamplingMetadata.of(step.requests, vocab_size, device, has_flaws=False)
         assert sampling.draws is not None, "the texts are sampled"
-        whole = whole_logits(self.runner, logits, sampling)
+        whole = whole_logits(self.runner, step.logits, sampling)
         probs = probabilities(whole, sampling.draws.filters)[:, 0]
-        ids = upload([ids_of_row[:1] for ids_of_row in verdicts.ids], device)
-        for request, chance in zip(requests, probs.gather(1, ids)[:, 0].tolist(), strict=True):
+        ids = upload([ids_of_row[:1] for ids_of_row in step.verdicts.ids], device)
+        for request, chance in zip(step.requests, probs.gather(1, ids)[:, 0].tolist(), strict=True):
             self.found[request.request_id].append(chance)
 
 

@@ -15,7 +15,7 @@ from magicdec.runner.request import Batch
 from magicdec.runner.sampling.model_tokens import AcceptanceRule, Proposal
 from magicdec.runner.sampling.verification import Verdicts
 from magicdec.speculation.drafter import Drafter, DraftShape
-from magicdec.speculation.steps.logits_recorder import StepRecorder
+from magicdec.speculation.steps.logits_recorder import JudgedStep, StepRecorder
 from magicdec.speculation.steps.recorder import RecordedWork, Recorder, record
 from magicdec.speculation.steps.steps import DecodeSteps, PendingVerification
 from magicdec.speculation.steps.strategy import Phase
@@ -145,7 +145,7 @@ class CapturedSteps(DecodeSteps):
             if places:
                 logits = self._seen.copy_rows([batch.rows[place] for place in places], 1 + count)
                 judged = proposal or self._pending_proposal.first(0)
-                recorder.keep(batch.requests, judged, verdicts, places, logits)
+                recorder.keep(JudgedStep(batch.requests, judged, verdicts, places, logits))
         if not self._captures_drafts:
             # The captured verification did not truncate the drafter's cache.
             rows = BatchRows.of(self._rows, self.runner.device)

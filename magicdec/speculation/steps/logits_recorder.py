@@ -23,6 +23,18 @@ MOST_BYTES = 1 << 26  # of the logits of a pass over a batch, on each rank
 LEAST_STEPS = 8  # for which there is room: where rows are many, only some of them are kept
 
 
+@dataclass(frozen=True)
+class JudgedStep:
+    """A step whose drafts have been judged, before its tokens are part of the `requests`, with the
+    logits of the rows at some `places` after the newest token and each draft."""
+
+    requests: Sequence[Request]
+    proposal: Proposal
+    verdicts: Verdicts
+    places: Sequence[int]
+    logits: Tensor  # [R, K+1, V]
+
+
 class StepRecorder(Protocol):
     """A keeper of the logits of steps, which it gets before their tokens are part of requests."""
 
@@ -32,16 +44,9 @@ class StepRecorder(Protocol):
     def wants(self, rows: Sequence[int]) -> list[int]:
         """The places among a step's `rows` to `keep`; empty if the step is not kept."""
 
-    def keep(
-        self,
-        requests: Sequence[Request],
-        proposal: Proposal,
-        verdicts: Verdicts,
-        places: Sequence[int],
-        logits: Tensor,
-    ) -> None:
-        """Keep the rows at `places` of a step. Their logits [R, K+1, V] must not change later;
-        the proposal may."""
+    def keep(self, step: JudgedStep) -> None:
+        """Keep the rows at the step's places. Their logits must not change later; the proposal
+        may."""
 
 
 @dataclass(frozen=True)
@@ -99,24 +104,18 @@ class LogitsRecorder:
         is_kept = self.chance.random() < self.share and self.num_bytes < MOST_BYTES
         return places if is_kept else []
 
-    def keep(
-        self,
-        requests: Sequence[Request],
-        proposal: Proposal,
-        verdicts: Verdicts,
-        places: Sequence[int],
-        logits: Tensor,
-    ) -> None:
-        ids = proposal.ids
-        counts = proposal.counts or [ids.shape[1]] * len(requests)
-        is_whole = len(places) == len(requests)
-        step = KeptStep(
-            tuple([requests[place] for place in places]),
-            tuple([len(requests[place].output_ids) for place in places]),
-            verdicts if is_whole else verdicts.at(places),
-            logits,
-            ids.clone() if is_whole else ids[places],
-            tuple([counts[place] for place in places]),
+    def keep(self, step: JudgedStep) -> None:
+        ids = step.proposal.ids
+        counts = step.proposal.counts or [ids.shape[1]] * len(step.requests)
+        requests = tuple([step.requests[place] for place in step.places])
+        is_whole = len(requests) == len(step.requests)
+        kept = KeptStep(
+            requests,
+            tuple([len(request.output_ids) for request in requests]),
+            step.verdicts if is_whole else step.verdicts.at(step.places),
+            step.logits,
+            ids.clone() if is_whole else ids[step.places],
+            tuple([counts[place] for place in step.places]),
         )
-        self.steps.append(step)
-        self.num_bytes += logits.numel() * logits.element_size()
+        self.steps.append(kept)
+        self.num_bytes += step.logits.numel() * step.logits.element_size()

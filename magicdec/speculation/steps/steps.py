@@ -21,7 +21,7 @@ from magicdec.runner.request import Batch, NotFinite, Request
 from magicdec.runner.sampling.model_tokens import AcceptanceRule, Proposal, judge
 from magicdec.runner.sampling.verification import Verdicts
 from magicdec.speculation.drafter import Drafter, DraftShape
-from magicdec.speculation.steps.logits_recorder import StepRecorder
+from magicdec.speculation.steps.logits_recorder import JudgedStep, StepRecorder
 from magicdec.speculation.steps.strategy import Phase
 
 
@@ -162,7 +162,7 @@ class DecodeSteps:
         recorder = self.logits_recorder
         if recorder is not None and (places := recorder.wants(batch.rows)):
             logits = verification.logits_of(places)
-            recorder.keep(batch.requests, proposal, verdicts, places, logits)
+            recorder.keep(JudgedStep(batch.requests, proposal, verdicts, places, logits))
         return verdicts
 
     def _flawed(self, verification: PendingVerification) -> tuple[int, int]:

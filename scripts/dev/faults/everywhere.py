@@ -92,8 +92,8 @@ PROPERTIES = (
             Fault(
                 "texts without their penalties",
                 "bench/acceptance/forks.py",
-                "whole = whole_logits(self.runner, logits, sampling)",
-                "whole = whole_logits(self.runner, logits, replace(sampling, penalties=None))",
+                "whole = whole_logits(self.runner, step.logits, sampling)",
+                "whole = whole_logits(self.runner, step.logits, replace(sampling, penalties=None))",
             ),
         ),
     ),
