@@ -230,8 +230,17 @@ def complete(
     w = config.workload
     is_given = num_prompts is not None or config.run_config.workload.num_batches is not None
     batch = None if is_given else w.batch_size
-    more = {"cut_from": cut_from, "think_s": think_s, "replay": replay}
-    workload = _workload_of(run, cache, name, tokenizer, num_prompts, batch, more)
+    workload = _workload_of(
+        run,
+        cache,
+        name,
+        tokenizer,
+        num_prompts,
+        batch,
+        cut_from=cut_from,
+        think_s=think_s,
+        replay=replay,
+    )
     if batch is not None:
         num_batches = len(workload.prompts) // batch
         config = replace(config, workload=replace(w, num_batches=num_batches))
@@ -270,15 +279,18 @@ def _workload_of(
     tokenizer: Tokenizer,
     num_prompts: tuple[int, str] | None,
     batch: int | None,
-    more: dict[str, Any],
+    *,
+    cut_from: int | None,
+    think_s: float,
+    replay: Replay | None,
 ) -> Workload:
-    """The prompts, made once for equal ones. `num_prompts` as in `complete`, `batch` and `more` as
-    in `Wanted`."""
+    """The prompts, made once for equal ones. `num_prompts` as in `complete`, what follows it as in
+    `Wanted`."""
     w = run.config.workload
     is_chat = w.prompt_format == CHAT  # a template has its own words before a text
     bos = None if is_chat else tokenizer.bos_of(run.source.config.bos_token_id)
     # Several contexts have one batch each.
-    flags = "--B x --num_batches" if more["cut_from"] is None else "--B"
+    flags = "--B x --num_batches" if cut_from is None else "--B"
     count, counted_by = num_prompts or (w.num_prompts, flags)
     room = run.config.capacity
     wanted = Wanted(
@@ -290,7 +302,9 @@ def _workload_of(
         is_whole=num_prompts is not None,
         batch=batch,
         turns=room.turns,
-        **more,
+        think_s=think_s,
+        cut_from=cut_from,
+        replay=replay,
     )
     chat: ChatTemplate | None = None
     if is_chat:

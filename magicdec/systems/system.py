@@ -314,15 +314,15 @@ def make_requests(
             params = make_params(sampling, length, end_ids, number, is_coupled)
             request = Request(number, talk.known_prompt(place), params)
             request.turn = Turn(
-                i,
-                plan.number,
-                tuple(own[before] for before in plan.after),
-                talk.prompt_after,
-                plan.wait_s,
-                plan.at_s,
-                own[0] if own else None,
-                plan.branch,
-                plan.num_known,
+                conversation=i,
+                number=plan.number,
+                after=tuple(own[before] for before in plan.after),
+                prompt_after=talk.prompt_after,
+                wait_s=plan.wait_s,
+                at_s=plan.at_s,
+                root=own[0] if own else None,
+                branch=plan.branch,
+                num_known=plan.num_known,
             )
             request.arrived_s = at_s + (0.0 if plan.after else request.offset_s)
             own.append(request)
