@@ -68,7 +68,9 @@ def test_a_layer_multiplies_and_a_row_keeps_its_bits(
     rows: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Inputs and outputs that fill no tile, and two tiles of rows. `serves` is for CUDA alone."""
+    """Inputs and outputs that fill no tile, and two tiles of rows. `serves` is for CUDA alone. The
+    interpreter multiplies float32 by numpy, whose last bits do not follow from the row alone on
+    CPUs with AVX2."""
     torch.manual_seed(0)
     monkeypatch.setattr(triton, "serves", lambda *call: True)
     bias = torch.randn(shape[0]).to(DEVICE, dtype)
@@ -80,7 +82,11 @@ def test_a_layer_multiplies_and_a_row_keeps_its_bits(
     bound = 2**-6 if dtype == BF16 else 1e-6
     assert (out.double() - expected).abs().max() <= bound * expected.abs().max()
     last = layer(x.flatten(0, -2)[-1:].to(DEVICE)).cpu()
-    assert torch.equal(last[0], out.flatten(0, -2)[-1])
+    among_others = out.flatten(0, -2)[-1]
+    if DEVICE.type == "cpu" and dtype == F32:
+        assert (last[0] - among_others).abs().max() <= bound * expected.abs().max()
+    else:
+        assert torch.equal(last[0], among_others)
 
 
 def test_few_rows_on_cuda_are_served() -> None:
