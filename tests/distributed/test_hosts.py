@@ -123,6 +123,7 @@ LINK_DELAY_MS = 20
 
 
 @pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="/dev/net/tun is missing")
+@pytest.mark.skipif(shutil.which("tc") is None, reason="tc is not installed")
 def test_links_have_their_delay_and_their_rate() -> None:
     """They are never faster; how much slower is up to the machine."""
     options = ["--hosts", "2", "--rate", f"{LINK_RATE}mbit", "--delay", f"{LINK_DELAY_MS}ms"]

@@ -197,16 +197,18 @@ def test_a_model_accepts_what_it_drafts_itself_with_its_whole_cache(
 def test_sampled_texts_are_those_of_decoding_without_drafts(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Whatever drafts."""
+    """Whatever drafts, in forks or step by step, as a draft model with a window does."""
     shape = SAMPLED.replace(f"--B {ROWS}", "--B 6").replace(f"--gen_len {NEW}", "--gen_len 21")
     with monkeypatch.context() as patch:
         plain = Watch(patch)
         run(command, tmp_path, f"--draft none {shape}")
-    with monkeypatch.context() as patch:
-        drafted = Watch(patch)
-        words = f"--draft self --budget 33 {shape} --gamma 2"
-        (record,) = measured(command, tmp_path / "self.jsonl", words)
-    assert drafted.tokens == plain.tokens and len(plain.tokens) == 6
+    for draft, is_forked in (("model:demo-draft", False), ("self", True)):
+        with monkeypatch.context() as patch:
+            drafted = Watch(patch)
+            words = f"--draft {draft} --budget 33 {shape} --gamma 2"
+            (record,) = measured(command, tmp_path / f"{is_forked}.jsonl", words)
+        assert record["is_forked"] == is_forked
+        assert drafted.tokens == plain.tokens and len(plain.tokens) == 6
     assert {len(text) for text in plain.tokens.values()} == {20}
     words = f"--draft ngram {shape} --gamma 2"
     (looked_up,) = measured(command, tmp_path / "ngram.jsonl", words)
