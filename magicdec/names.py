@@ -61,6 +61,7 @@ ARRIVALS = {
 TRACES = {
     "weka": "magicdec.workload.traces.weka:read",
     "mooncake": "magicdec.workload.traces.mooncake:read",
+    "mlperf": "magicdec.workload.traces.mlperf:read",
 }
 # The systems that serve requests, each with modes of its own.
 SYSTEMS = {

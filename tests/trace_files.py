@@ -1,5 +1,5 @@
-"""Small trace files in the forms of Weka and Mooncake, made for tests, and the definition of what a
-cache without limits has of their prompts."""
+"""Small trace files in the forms of Weka, Mooncake and MLPerf, made for tests, and the definition
+of what a cache without limits has of their prompts."""
 
 from __future__ import annotations
 
@@ -34,6 +34,53 @@ def weka(*requests: Call, **more: Any) -> dict[str, Any]:
 def mooncake(timestamp: float, length: int, ids: Sequence[int], **more: Any) -> dict[str, Any]:
     row = {"timestamp": timestamp, "input_length": length, "output_length": 3}
     return row | {"hash_ids": list(ids)} | more
+
+
+def user(turn: int, content: str, **more: Any) -> dict[str, Any]:
+    """A row of MLPerf's form, of conversation "c" unless `more` says another."""
+    return {"conversation_id": "c", "turn": turn, "role": "user", "content": content} | more
+
+
+def assistant(turn: int, content: str | None = None, *calls: str, **more: Any) -> dict[str, Any]:
+    """With calls of a tool, by their ids."""
+    row = {"conversation_id": "c", "turn": turn, "role": "assistant", "content": content} | more
+    return row | ({"tool_calls": [tool_call(name) for name in calls]} if calls else {})
+
+
+def tool_call(name: str, arguments: str = '{"at": [1, "é"]}') -> dict[str, Any]:
+    return {"id": name, "type": "function", "function": {"name": "look", "arguments": arguments}}
+
+
+def tool(turn: int, *calls: str, **more: Any) -> dict[str, Any]:
+    results = [{"tool_call_id": name, "content": f"saw <{name}>"} for name in calls]
+    row = {"conversation_id": "c", "turn": turn, "role": "tool", "tool_results": results}
+    return row | more
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+WORDS = st.sampled_from(["the cat", "sat", "on a mat.", "", "é 世", "cat the </s>", "\n\nx = [1]"])
+
+
+@st.composite
+def mlperf_rows(draw: st.DrawFn, most_answers: int = 3) -> list[dict[str, Any]]:
+    """The rows of a few conversations, some with tools, thoughts, and a last row without answer."""
+    rows = list[dict[str, Any]]()
+    for name in draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=2, unique=True)):
+        delay = st.sampled_from([None, 0.0, 0.02])
+        first = {"system": f"Be {name}."} if draw(st.booleans()) else {}
+        own = [user(1, f"Ask {draw(WORDS)}", tools=TOOLS, **first)]
+        for number in range(draw(st.integers(1, most_answers))):
+            calls = [f"{number}.{k}" for k in range(draw(st.integers(0, 2)))]
+            thought = {"reasoning_content": draw(WORDS)} if draw(st.booleans()) else {}
+            text = draw(WORDS) if calls else f"So {draw(WORDS)}"
+            own.append(assistant(len(own) + 1, text, *calls, **thought))
+            turn = len(own) + 1
+            asks = tool(turn, *calls) if calls else user(turn, f"And {draw(WORDS)}")
+            own.append(asks | {"delay_seconds": draw(delay)})
+        if draw(st.booleans()):
+            own.pop()  # the record ends on an answer
+        rows += [row | {"conversation_id": name} for row in own]
+    return rows
 
 
 def write_lines(path: Path, rows: Sequence[Any]) -> Path:

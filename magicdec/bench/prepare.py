@@ -15,7 +15,7 @@ from magicdec.distributed.groups import Launch
 from magicdec.names import load_object
 from magicdec.setup.memory_check import MemoryBudget, check_together, find_room
 from magicdec.setup.memory_plan import MemoryPlan
-from magicdec.setup.prepare import Prepared, SetupCache, check_agreement
+from magicdec.setup.prepare import Prepared, SetupCache, check_agreement, find_chat_texts
 from magicdec.systems.declaration import Ranks
 from magicdec.systems.modes import Pass
 from magicdec.systems.options import ServeOptions
@@ -45,6 +45,8 @@ def prepare(run_config: RunConfig, options: ServeOptions, launch: Launch) -> Pre
     """Find and check the models, divide them, make the prompts and plan the memory. Raises
     ValueError, one line naming the flag, for errors that a user can correct."""
     cache = SetupCache()
+    if options.replay is not None and options.replay.has_chats:
+        options = options.with_texts(find_chat_texts(run_config, cache), run_config.workload.seed)
     by_system = dict[Hashable, list[Pass]]()
     # Stages first: they can read a checkpoint of which this host has a part.
     for serving_pass in sorted(

@@ -53,7 +53,8 @@ from magicdec.systems.declaration import Ranks, SystemSettings
 from magicdec.systems.modes import DEFAULT_NAMES, MODES, SYSTEMS, Pass
 from magicdec.systems.options import ServeOptions, with_values
 from magicdec.workload.prompt_sets import is_prompt_set
-from magicdec.workload.request_shapes import TRACE, UNIFORM, Arrival, parse_arrival
+from magicdec.workload.request_shapes import TRACE, UNIFORM, parse_arrival
+from magicdec.workload.traces.replay import Replay
 
 if TYPE_CHECKING:
     from magicdec.bench.measure import MeasuredPasses
@@ -179,6 +180,9 @@ class Command:
         refuse_ignored(config, values, used)
         self.check_shapes(options, values, config)
         options = options.settle(passes, config.workload.seed, settings)
+        if options.replay is not None:
+            form = f"--arrival {parse_arrival(options.arrival).process}"
+            self.check_sessions(form, options.replay, values, config)
         options = replace(self.with_equal_rows(options, world_size), draft=draft)
         options.check(config, world_size)
         files.check(Path(config.output.results), launch.rank == 0)
@@ -226,7 +230,7 @@ class Command:
         arrival = parse_arrival(options.arrival)
         has_trace = arrival.process == TRACE
         if arrival.has_sessions:
-            self.check_sessions(arrival, values, config)
+            return
         if is_prompt_set(dataset) and (has_trace or options.prefix_len.startswith(UNIFORM)):
             raise ValueError(
                 f"--dataset {dataset}: its prompts have their own lengths; --prefix_len is "
@@ -239,7 +243,7 @@ class Command:
                 f"--prompt_format {CHAT}: prompts that are cut to several lengths would lose the "
                 f"template's end; leave {UNIFORM} and {TRACE} out, or use --prompt_format {PLAIN}"
             )
-        if options.turns > 1 and not is_prompt_set(dataset) and not arrival.has_sessions:
+        if options.turns > 1 and not is_prompt_set(dataset):
             raise ValueError(
                 f"--turns {options.turns}: --dataset {dataset} has no conversations; give a set "
                 "that has some, such as mt_bench:FILE"
@@ -247,15 +251,20 @@ class Command:
         if has_trace:
             lengths = ("serving.prefix_len", "serving.gen_len")
             values.refuse_given(lengths, "the trace has the lengths")
-        if options.concurrency is not None and not arrival.has_sessions:
+        if options.concurrency is not None:
             values.refuse_given(["serving.arrival"], "--concurrency says when requests arrive")
 
-    def check_sessions(self, arrival: Arrival, values: ParsedValues, config: RunConfig) -> None:
+    def check_sessions(
+        self, form: str, replay: Replay, values: ParsedValues, config: RunConfig
+    ) -> None:
         """Raises ValueError, naming the flag, for what the sessions of a trace say themselves."""
-        form = f"--arrival {arrival.process}"
         dataset = config.workload.dataset
         kind = dataset.partition(":")[0]
-        values.refuse_given(["serving.prefix_len", "serving.gen_len"], "the trace has the lengths")
+        lengths = ["serving.prefix_len", *([] if replay.lacks_lengths else ["serving.gen_len"])]
+        values.refuse_given(lengths, "the trace has the lengths")
+        if not replay.has_blocks:
+            texts = ["workload.dataset", "workload.skip_tokens"]
+            return values.refuse_given(texts, "the trace has texts of its own")
         if is_prompt_set(dataset) or kind in ("ruler", "recall"):
             raise ValueError(
                 f"--dataset {dataset}: {form} cuts its blocks from running text; give demo, or "

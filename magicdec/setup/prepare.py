@@ -28,6 +28,7 @@ from magicdec.setup.memory_check import check_memory, check_together, free_devic
 from magicdec.setup.memory_plan import MemoryPlan, Models
 from magicdec.setup.model_checks import check_bos, check_draft, check_fits, check_interpreter
 from magicdec.workload.chat_template import ChatTemplate
+from magicdec.workload.traces.chat_texts import ChatTexts
 from magicdec.workload.traces.replay import Replay
 from magicdec.workload.workload import Wanted, Workload, build_workload, encode_corpus
 
@@ -345,6 +346,19 @@ def find_tokenizer(source: ModelSource, cache: SetupCache) -> tuple[ModelSource,
     directory = tokenizer_source.tokenizer_path
     assert directory is not None
     return tokenizer_source, cache.get(("tokenizer", directory), lambda: load_tokenizer(directory))
+
+
+def find_chat_texts(run_config: RunConfig, cache: SetupCache) -> ChatTexts:
+    """What makes texts of the chats of a trace, by the tokenizer and the chat template of the
+    model. Raises ValueError, one line naming the flag, if it has none."""
+    section = run_config.model
+    flag = flag_of(section, "model")
+    source = cache.get(("model", section.model), lambda: find_model(flag, section.model))
+    _, tokenizer = find_tokenizer(source, cache)
+    if run_config.workload.prompt_format != CHAT:
+        return ChatTexts(tokenizer, tokenizer.bos_of(source.config.bos_token_id), None)
+    template = cache.get(("chat", tokenizer.path), lambda: ChatTemplate(tokenizer))
+    return ChatTexts(tokenizer, None, template)
 
 
 def as_stored(

@@ -37,8 +37,10 @@ from magicdec.workload.request_shapes import (
     check_count,
     make_shapes,
     parse_arrival,
+    parse_lengths,
     parse_process,
 )
+from magicdec.workload.traces.chat_texts import ChatTexts
 from magicdec.workload.traces.replay import Replay
 from magicdec.workload.traces.sessions import THINK, WAITS, parse_scale
 
@@ -194,10 +196,11 @@ class ServeOptions:
                 f"--concurrency {self.most_in_flight} exceeds the {len(shapes)} requests, which "
                 "are never so many in flight; choose a larger --num_requests"
             )
+        has_lengths = arrival.trace is not None and not (replay and replay.lacks_lengths)
         settled = replace(
             self,
             arrival=BURST if is_closed and replay is None else self.arrival,
-            gen_len=None if arrival.trace is not None else self.gen_len or str(DEFAULT_GEN_LEN),
+            gen_len=None if has_lengths else self.gen_len or str(DEFAULT_GEN_LEN),
             goodput=self.goodput or {},
             shapes=tuple(shapes),
             replay=replay,
@@ -264,6 +267,15 @@ class ServeOptions:
             process = parse_process("--session_starts", starts)
             starts_ms = process.times_ms(len(replay.sessions), Random(f"arrival {seed}"))
         return replay.shapes(starts_ms)
+
+    def with_texts(self, texts: ChatTexts, seed: int) -> ServeOptions:
+        """The options with the tokens of the real texts of a trace. Raises ValueError as
+        `ChatTexts.of`."""
+        assert self.replay is not None, "it has the texts"
+        low, high = parse_lengths("--gen_len", self.gen_len or str(DEFAULT_GEN_LEN))
+        random = Random(f"output_len {seed}")
+        replay = self.replay.with_texts(texts, lambda: random.randint(low, high))
+        return replace(self, replay=replay, shapes=tuple(self._shapes_of(replay, seed)))
 
     @property
     def has_conversations(self) -> bool:
@@ -357,7 +369,7 @@ class ServeOptions:
         kind: type = type(self)
         values = {name: getattr(self, name) for name in declared(kind)}
         values |= {"draft": self.draft, "num_requests": len(self.shapes)}
-        if self.gen_len is None:  # a trace has the lengths
+        if self.gen_len is None or self.replay is not None:  # a trace has the lengths
             values["prefix_len"] = None
         values["modes"] = list(dict.fromkeys(serving_pass.name for serving_pass in self.passes))
         if serving_pass is not None:

@@ -3,7 +3,8 @@ of a prompt, up to where the answer begins.
 
 The texts stay plain text. Only the template's own words can be special tokens. What a template does
 with some messages follows from their roles alone here, because it is rendered with stand-ins for
-their texts (`template_child.py`).
+their texts (`template_child.py`). Whole chats of a trace, with tools and their calls, are written
+as servers write them (`ChatTemplate.written`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -35,7 +37,10 @@ from magicdec.workload.template_words import (
 )
 
 TEMPLATE_FILE = "chat_template.jinja"
-DEFAULT = "default"  # the name of a template among several
+# The names of templates among several.
+DEFAULT = "default"
+TOOL_USE = "tool_use"  # for conversations with tools
+ADDITIONAL = "additional_chat_templates"  # the folder of those that have a file each
 FLAG = f"--prompt_format {CHAT}"
 WAY_OUT = f"use --prompt_format {PLAIN}"
 # Stands for a text while the template is rendered. A template has no reason to change it.
@@ -48,6 +53,7 @@ CPU_S = 10
 WAIT_S = 60
 MOST_BYTES = 512 << 20
 MOST_CHARACTERS = 64_000_000  # written for all conversations together
+MOST_CHATS = 128  # of a trace that one process renders
 PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")
 
 
@@ -112,6 +118,24 @@ class Frames(Protocol):
     def of(self, conversations: Collection[Roles]) -> dict[Roles, Frame | Refusal]: ...
 
 
+@dataclass(frozen=True)
+class Chat:
+    """Messages as OpenAI's interface has them, with the tools on offer. An answer begins behind
+    them if it `is_open`; otherwise it is the last message."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    is_open: bool = True
+
+    def described(self) -> dict[str, Any]:
+        """The variables of a template, as `transformers` names them."""
+        return {
+            "messages": self.messages,
+            "tools": self.tools,
+            "add_generation_prompt": self.is_open,
+        }
+
+
 class ChatTemplate:
     """The chat template beside a tokenizer's file. Raises ValueError, in one line, if there is
     none, or if it does not leave the text of a single message as it is."""
@@ -121,7 +145,9 @@ class ChatTemplate:
         path = tokenizer.path
         is_of_gguf = is_gguf(path)
         self.config = tokenizer_config(read_gguf(path)) if is_of_gguf else _load_config(path.parent)
-        self.path, self.template = _find_template(path if is_of_gguf else path.parent, self.config)
+        self.path, templates = _find_templates(path if is_of_gguf else path.parent, self.config)
+        self.template = templates[DEFAULT]
+        self.tool_template = templates.get(TOOL_USE, self.template)
         self.tokens = named_tokens(self.config)
         self.names = {} if is_of_gguf else _load_config(path.parent, NAMES_FILE)
         added = {} if is_of_gguf else _load_config(path.parent, ADDED_FILE)
@@ -147,13 +173,33 @@ class ChatTemplate:
         unknown = [roles for roles in dict.fromkeys(conversations) if roles not in self._known]
         if unknown:
             try:
-                used, rendered = render(self.template, self.tokens, unknown)
+                chats = [Chat([*_stand_ins(roles)]) for roles in unknown]
+                used, rendered = render(self.template, self.tokens, chats)
             except ValueError as error:
                 _refuse(self.path, str(error))
             self._check_names(used)
             for roles, text in zip(unknown, rendered, strict=True):
                 self._known[roles] = self._frame_of(roles, text)
         return {roles: self._known[roles] for roles in conversations}
+
+    def written(self, chats: Sequence[Chat]) -> list[Rendered]:
+        """The whole text of each chat, as `transformers` and servers write it; names of special
+        tokens in messages are as good as the template's own. Raises ValueError, in one line, if it
+        goes beyond a limit."""
+        written = list[Rendered]()
+        for has_tools, group in groupby(chats, key=lambda chat: bool(chat.tools)):
+            template = self.tool_template if has_tools else self.template
+            alike = [*group]
+            for first in range(0, len(alike), MOST_CHATS):
+                try:
+                    used, rendered = render(
+                        template, self.tokens, alike[first : first + MOST_CHATS]
+                    )
+                except ValueError as error:
+                    _refuse(self.path, str(error))
+                self._check_names(used)
+                written += rendered
+        return written
 
     def _check_names(self, used: Collection[str]) -> None:
         for name in sorted(used):
@@ -207,15 +253,16 @@ def _load_config(directory: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
         raise ValueError(f"{FLAG}: {path} cannot be read ({reason}); {WAY_OUT}") from error
 
 
-def _find_template(directory: Path, config: Mapping[str, Any]) -> tuple[Path, str]:
-    """The template and its file. As in `transformers`, a file of its own comes first."""
+def _find_templates(directory: Path, config: Mapping[str, Any]) -> tuple[Path, dict[str, str]]:
+    """The templates by their names, one of which is DEFAULT, and the file of that. As in
+    `transformers`, files of their own come first."""
     path = directory / TEMPLATE_FILE
     if not is_gguf(directory) and exists(path):
-        try:
-            return path, read_text(path)
-        except (OSError, ValueError) as error:
-            reason = (isinstance(error, OSError) and error.strerror) or str(error).split("\n")[0]
-            raise ValueError(f"{FLAG}: {path} cannot be read ({reason}); {WAY_OUT}") from error
+        templates = {DEFAULT: _read_template(path)}
+        for_tools = directory / ADDITIONAL / f"{TOOL_USE}.jinja"
+        if exists(for_tools):
+            templates[TOOL_USE] = _read_template(for_tools)
+        return path, templates
     path = directory if is_gguf(directory) else directory / CONFIG_FILE
     template = config.get("chat_template")
     if template is None and is_gguf(directory):
@@ -228,14 +275,28 @@ def _find_template(directory: Path, config: Mapping[str, Any]) -> tuple[Path, st
             f"{FLAG}: the tokenizer in {directory} has no chat template, neither {TEMPLATE_FILE} "
             f"nor a chat_template in {CONFIG_FILE}; {WAY_OUT}, or a model that is made for chats"
         )
+    named = {DEFAULT: template}
     if isinstance(template, list):  # several, each with a name
-        named = [entry for entry in template if isinstance(entry, dict)]
-        template = next((t.get("template") for t in named if t.get("name") == DEFAULT), None)
-        if template is None:
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        named = {
+            name: entry["template"]
+            for name in (DEFAULT, TOOL_USE)
+            for entry in reversed(entries)
+            if entry.get("name") == name and entry.get("template") is not None
+        }
+        if DEFAULT not in named:
             _refuse(path, f"is a list without one that is named {DEFAULT!r}")
-    if not isinstance(template, str):
+    if not all(isinstance(text, str) for text in named.values()):
         _refuse(path, "is not a text")
-    return path, template
+    return path, named
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return read_text(path)
+    except (OSError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or str(error).split("\n")[0]
+        raise ValueError(f"{FLAG}: {path} cannot be read ({reason}); {WAY_OUT}") from error
 
 
 @dataclass(frozen=True)
@@ -247,15 +308,15 @@ class Rendered:
 
 
 def render(
-    template: str, tokens: Mapping[str, str | None], conversations: Sequence[Roles]
+    template: str, tokens: Mapping[str, str | None], chats: Sequence[Chat]
 ) -> tuple[list[str], list[Rendered]]:
-    """The names that a template uses, and what it makes of each conversation, as `transformers`
-    renders it: a token that is null is not defined. Raises ValueError if it cannot be compiled or
-    goes beyond a limit."""
+    """The names that a template uses, and what it makes of each chat, as `transformers` renders it:
+    a token that is null is not defined. Raises ValueError if it cannot be compiled or goes beyond a
+    limit."""
     request = {
         "template": template,
         "tokens": {name: token for name, token in tokens.items() if token is not None},
-        "conversations": [[*_messages(roles)] for roles in conversations],
+        "conversations": [chat.described() for chat in chats],
         "cpu_s": CPU_S,
         "most_bytes": MOST_BYTES,
         "most_characters": MOST_CHARACTERS,
@@ -286,6 +347,6 @@ def render(
     ]
 
 
-def _messages(roles: Roles) -> Iterator[dict[str, str]]:
+def _stand_ins(roles: Roles) -> Iterator[dict[str, str]]:
     for number, role in enumerate(roles):
         yield {"role": role, "content": STAND_IN.format(number)}

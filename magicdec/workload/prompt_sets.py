@@ -24,7 +24,7 @@ Roles = tuple[str, ...]  # of the messages of a prompt, in order
 
 @dataclass(frozen=True)
 class ChatMessage:
-    role: str  # system, user or assistant
+    role: str  # system, user or assistant; of a trace any other speaker
     content: str
 
 
@@ -66,7 +66,7 @@ class PromptItem:
         """The messages with their speakers in words, then what begins the answer."""
         if self.is_text:
             return "".join(self.contents)
-        return _in_words(self.messages)
+        return in_words(self.messages)
 
 
 def sharegpt(item: Any, place: str) -> PromptItem:
@@ -189,7 +189,7 @@ def later_texts(questions: Sequence[str], is_chat: bool) -> list[str]:
     in words and what begins the next answer."""
     if is_chat:
         return list(questions)
-    return [f"\n\n{_in_words(_asked(question))}" for question in questions]
+    return [f"\n\n{in_words(_asked(question))}" for question in questions]
 
 
 def list_at(item: Any, key: str, place: str) -> list[Any]:
@@ -219,7 +219,8 @@ def category_at(item: Any, key: str, place: str) -> str | None:
     return " ".join(string_at(item, key, place).split()) or None
 
 
-def _in_words(messages: Sequence[ChatMessage]) -> str:
+def in_words(messages: Sequence[ChatMessage]) -> str:
+    """The messages with their speakers in words, and what begins the answer."""
     lines = [f"{message.role.capitalize()}: {message.content}\n\n" for message in messages]
     return "".join([*lines, f"{ASSISTANT.capitalize()}:"])
 

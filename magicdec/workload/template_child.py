@@ -64,7 +64,8 @@ def limit(cpu_s: int, most_bytes: int) -> None:
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """The names that a template uses and, of each conversation, its `text` or why it has none
-    (`error`)."""
+    (`error`). A conversation has its `messages`, its `tools`, and whether an answer begins behind
+    them (`add_generation_prompt`)."""
     left = request["most_characters"]
     environment = make_environment()
     try:
@@ -73,15 +74,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         return {"error": described(error)}
     rendered = list[dict[str, str]]()
-    for messages in request["conversations"]:
+    for conversation in request["conversations"]:
         try:
-            text = template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **request["tokens"],
-            )
+            text = template.render(documents=None, **conversation, **request["tokens"])
         except Exception as error:  # whatever the code of a template may raise
             rendered.append({"error": described(error)})
             continue

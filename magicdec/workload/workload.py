@@ -383,18 +383,19 @@ def _sessions_workload(
     replay: Replay,
     skip_tokens: int | None,
 ) -> Workload:
-    """The prompts of all requests of a trace, whose blocks are cut from books."""
+    """The prompts of all requests of a trace: their own texts, or blocks that are cut from
+    books."""
     skip = SKIP_TOKENS.get(dataset, 0) if skip_tokens is None else skip_tokens
     corpus = array("q")
-    for text in read_books(dataset, MOST_ITEMS):
+    for text in read_books(dataset, MOST_ITEMS) if replay.has_blocks else ():
         corpus += array("q", tokenizer.encode(text))[skip:]
         if len(corpus) >= replay.num_block_tokens:
             break
-    name = title_of(dataset)
+    name = title_of(dataset) if replay.has_blocks else replay.name
     texts = BlockTexts(name, corpus, wanted.seed, bos)
     talks = list[Conversation]()
     for session, plans in zip(replay.sessions, replay.plans(), strict=True):
-        prompts = [texts.prompt(session.namespace, request.prompt) for request in session.requests]
+        prompts = [texts.ids_of(session.namespace, request.prompt) for request in session.requests]
         talks.append(Conversation(tuple((prompt,) for prompt in prompts), plans=plans))
     every = tuple(prompt for talk in talks for (prompt,) in talk.turns)
     return Workload(
@@ -402,7 +403,7 @@ def _sessions_workload(
         tuple(talk.known_prompt(0) for talk in talks),
         None,
         None,
-        skip,
+        skip if replay.has_blocks else None,
         wanted.seed,
         _hash_prompts(every),
         conversations=tuple(talks),

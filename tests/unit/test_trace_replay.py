@@ -33,10 +33,11 @@ FIXED = ("--attention", "grouped", "--dtype", "float32", "--device", "cpu", "--t
 
 
 def command_of(
-    checkpoint: Path, text: Path, folder: Path, form: str, rows: Sequence[Any], *words: str
+    checkpoint: Path, text: Path | None, folder: Path, form: str, rows: Sequence[Any], *words: str
 ) -> ServeCommand:
     path = write_lines(folder / "trace.jsonl", rows)
-    given = ["--model", str(checkpoint), "--dataset", str(text), *FIXED]
+    given = ["--model", str(checkpoint), *FIXED]
+    given += [] if text is None else ["--dataset", str(text)]
     given += ["--out", str(folder / "r.jsonl"), "--arrival", f"{form}:{path}", *words]
     given += [] if "--modes" in words else ["--modes", *MODES]
     given += [] if "--draft" in words else ["--draft", "ngram"]

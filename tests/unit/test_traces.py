@@ -14,14 +14,19 @@ from hypothesis import strategies as st
 from trace_files import (
     BLOCK,
     agent,
+    assistant,
     call,
     known_by_definition,
     mooncake,
+    tool,
+    tool_call,
+    user,
     weka,
     weka_traces,
     write_lines,
 )
 
+from magicdec.names import TRACES
 from magicdec.workload.request_shapes import RequestShape
 from magicdec.workload.traces.block_texts import BlockTexts
 from magicdec.workload.traces.replay import Replay
@@ -146,10 +151,63 @@ MOONCAKE_REFUSALS = {
 }
 
 
+def lines(*rows: Any) -> str:
+    return "\n".join(map(json.dumps, rows))
+
+
+CALLED = (user(1, "q"), assistant(2, None, "a", "b"))
+MLPERF_REFUSALS = {
+    lines(user(1, "q"))[:-1]: "line 1: it is ",
+    '{"content": "\\user@example.com"}': "line 1: it is ",
+    "[1]": "line 1: it is [1]; ",
+    "": " has no requests",
+    lines({"_type": "dataset_metadata", "version": 1}): " has no requests",
+    lines({"_type": "other"} | user(1, "q")): "line 1: _type is no key that is known here",
+    lines(user(1, "q", temperature=0.7)): "line 1: temperature is no key that is known here",
+    lines(user(1, "q") | {"role": "bot"}): "line 1: role is \"bot\"; it must be 'user', 'assista",
+    lines({"turn": 1, "role": "user", "content": "q"}): "line 1: conversation_id is missing",
+    lines(user(1, "q", conversation_id="")): 'line 1: conversation_id is ""; it must ',
+    lines(user(0, "q")): "line 1: turn is 0; it must be greater than or equal to 1",
+    lines(user(1, "q", conversation_id=5)): "line 1: conversation_id is 5; it must be a valid str",
+    lines(user(2, "q")): "line 1: turn is 2; it must be 1, as turns of a conversation follow on",
+    lines(user(1, "q"), assistant(3, "x")): "line 2: turn is 3; it must be 2, as turns of a conv",
+    lines(user(1, "q"), assistant(1, "x")): "line 2: turn is 1; it must be 2, as turns of a conv",
+    lines(
+        user(1, "q"), user(1, "q", conversation_id="d"), assistant(2, "x")
+    ): 'line 3: conversation_id is "c"; rows must stand behind each other, but ended in ',
+    lines(assistant(1, "x")): 'line 1: role is "assistant"; first it must be user',
+    lines(user(1, "q"), user(2, "q")): 'line 2: role is "user"; behind a row of user it must be as',
+    lines(user(1, "q"), assistant(2, "x"), tool(3, "a")): 'role is "tool"; behind a row of assist',
+    lines(*CALLED, user(3, "q")): 'line 3: role is "user"; behind a row of assistant with tool_cal',
+    lines(
+        *CALLED, tool(3, "a", "z")
+    ): 'line 3: tool_results[1].tool_call_id is "z"; the row before it calls a, b',
+    lines(*CALLED, tool(3)): "line 3: tool_results is []; ",
+    lines(*CALLED, tool(3, "a", content="x")): 'line 3: content is "x"; a row of role tool has it',
+    lines(*CALLED, tool(3) | {"tool_results": None}): "line 3: tool_results is missing",
+    lines(*CALLED, tool(3, "a", delay_seconds=-0.1)): "line 3: delay_seconds is -0.1; it must be g",
+    lines(user(1, "q"), assistant(2, "x", delay_seconds=1)): "line 2: delay_seconds is no key of a",
+    lines(user(1, "q", tool_calls=[tool_call("a")])): "line 1: tool_calls is no key of a row of ro",
+    lines(user(1, "")): "line 1: content of a row of role user is missing",
+    lines(user(1, "q"), assistant(2)): "line 2: content or tool_calls of a row of role assistant",
+    lines(
+        user(1, "q"), assistant(2, tool_calls=[tool_call("a") | {"type": "code"}])
+    ): 'line 2: tool_calls[0].type is "code"; ',
+    lines(user(1, "q"), assistant(2, tool_calls=[{"id": "a", "type": "function"}])): "line 2: tool_"
+    "calls[0].function is missing",
+    lines(user(1, "q", max_new_tokens=0)): "line 1: max_new_tokens is 0; it must be greater than",
+    lines(
+        user(1, "q", system="one"), assistant(2, "x"), user(3, "q", system="other")
+    ): 'line 3: system is "other"; an earlier row has another one',
+    lines(user(1, "q", tools="bash")): 'line 1: tools is "bash"; it must be a valid ',
+}
+
+
 @pytest.mark.parametrize(
     ("form", "text", "message"),
     [("weka", *case) for case in WEKA_REFUSALS.items()]
-    + [("mooncake", *case) for case in MOONCAKE_REFUSALS.items()],
+    + [("mooncake", *case) for case in MOONCAKE_REFUSALS.items()]
+    + [("mlperf", *case) for case in MLPERF_REFUSALS.items()],
 )
 def test_what_no_trace_can_be_is_refused_in_one_line(
     tmp_path: Path, form: str, text: str, message: str
@@ -164,13 +222,14 @@ def test_what_no_trace_can_be_is_refused_in_one_line(
 
 
 def test_what_is_no_file_is_refused_in_one_line(tmp_path: Path) -> None:
-    for form in ("weka", "mooncake"):
+    for form in TRACES:
         with pytest.raises(ValueError, match=f"--arrival {form}: .*: No such file"):
             read_sessions(f"--arrival {form}", form, tmp_path / "nowhere.json")
     with pytest.raises(ValueError, match=r"has no file that ends in \.json, \.jsonl"):
         read_sessions("--arrival weka", "weka", tmp_path)
-    with pytest.raises(ValueError, match="Is a directory"):
-        read_sessions("--arrival mooncake", "mooncake", tmp_path)
+    for form in TRACES.keys() - {"weka"}:
+        with pytest.raises(ValueError, match="Is a directory"):
+            read_sessions(f"--arrival {form}", form, tmp_path)
 
 
 @given(st.lists(weka_traces(), min_size=1, max_size=3), st.data())

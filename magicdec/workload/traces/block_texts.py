@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from random import Random
 
-from magicdec.workload.traces.sessions import Blocks
+from magicdec.workload.traces.sessions import Blocks, ChatPrompt, Prompt
 
 BlockText = tuple[int, ...]
 
@@ -26,6 +26,11 @@ class BlockTexts:
         self._pieces = defaultdict[str, dict[int, BlockText]](dict)  # by namespace and hash id
         self._taken = defaultdict[str, set[BlockText]](set)
         self._firsts = set[BlockText]()  # of the first blocks of prompts, of all namespaces
+
+    def ids_of(self, namespace: str, prompt: Prompt) -> tuple[int, ...]:
+        """The token ids of any prompt: its own, or those of its blocks."""
+        assert not isinstance(prompt, ChatPrompt), "its tokens are known"
+        return self.prompt(namespace, prompt) if isinstance(prompt, Blocks) else prompt.ids
 
     def prompt(self, namespace: str, blocks: Blocks) -> tuple[int, ...]:
         """The token ids. Raises ValueError if the text holds too few different blocks."""

@@ -31,10 +31,15 @@ def object_in(adapter: TypeAdapter[T], text: bytes, place: str) -> T:
 def objects_of(adapter: TypeAdapter[T], path: Path) -> Iterator[tuple[str, T]]:
     """The objects of a file of JSON lines with their places, read as they are asked for. Raises
     OSError and ValueError."""
+    for place, line in placed_lines(path):
+        yield place, object_in(adapter, line, place)
+
+
+def placed_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The lines of a file that are not empty, with their places. Raises OSError."""
     with open_regular(path) as file:
         for number, line in lines_of(file):
-            place = f"{path}, line {number}"
-            yield place, object_in(adapter, line, place)
+            yield f"{path}, line {number}", line
 
 
 def check_order(place: str, key: str, value: float, before: float) -> None:

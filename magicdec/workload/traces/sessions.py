@@ -1,6 +1,9 @@
 """Sessions of agents' traces: what every format is read into, how a session is scaled to a smaller
 machine, and how much of its prompts a cache without limits would have. Imports no torch.
 
+A format has the blocks of its prompts (`Blocks`), whose text is made up, or the messages of chats
+(`ChatPrompt`), whose tokens are known once the tokenizer of a model is (`TokenPrompt`).
+
 A session is a tree of requests. One that follows on others waits until they have ended; the
 requests of a sub-agent are a branch, which runs beside the agent that started it."""
 
@@ -8,20 +11,24 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
+from typing import Any, ClassVar, NoReturn
 
 from magicdec.names import TRACES, load_named
 from magicdec.workload.request_shapes import MOST_TOKENS
+from magicdec.workload.traces.seen_texts import SeenTexts
 
 THINK = "think"
 START = "start"
 NO_WAITS = "none"
 WAITS = (THINK, START, NO_WAITS)
 MOST_DIGITS = 9  # of a number in `--scale`
+
+Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -56,16 +63,56 @@ class Blocks:
         return Blocks(self.hash_ids, max(1, int(size)), length)
 
 
+@dataclass(frozen=True, eq=False)
+class ChatPrompt:
+    """A prompt of real text: the messages before an answer, as OpenAI's interface has them, with
+    the tools on offer. `answer` is the one that follows in the record, if any. A single message
+    that `is_text` names no speaker where no chat template does. Its length is at least 1 until a
+    tokenizer has made it a `TokenPrompt`."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Message, ...] | None = None
+    answer: Message | None = None
+    is_text: bool = False
+    length: ClassVar[int] = 1
+
+    def scaled(self, scale: Fraction, place: str) -> NoReturn:
+        """Raises ValueError: a part of a text is another text, with another answer."""
+        raise ValueError(
+            f"--scale {scale}: the prompt of {place} is real text, of which a part would be "
+            "another text; leave it out, and choose fewer sessions by --num_requests or shorter "
+            "waits by --longest_wait_s"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class TokenPrompt:
+    """A prompt by its token ids."""
+
+    ids: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+    def scaled(self, scale: Fraction, place: str) -> NoReturn:
+        raise AssertionError("texts are refused before they have tokens")
+
+
+Prompt = Blocks | ChatPrompt | TokenPrompt
+
+
 @dataclass(frozen=True)
 class TracedRequest:
     """A request as a trace has it, at `place` of its file. `after` are the places in the session of
     the requests that must have ended before. `wait_s` comes then, of the user's thinking or of a
     tool; `start_s` is when it was recorded, after the session's begin. `branch` numbers the agents:
-    0 is the session's own."""
+    0 is the session's own. `output_len` is None where the trace does not say it, until the tokens
+    of the recorded answer are known."""
 
     place: str
-    prompt: Blocks
-    output_len: int
+    prompt: Prompt
+    output_len: int | None
     after: tuple[int, ...] = ()
     wait_s: float = 0.0
     start_s: float = 0.0
@@ -75,12 +122,14 @@ class TracedRequest:
 @dataclass(frozen=True, eq=False)
 class Session:
     """The requests of an agent and its sub-agents; none comes before one that it follows. Hash ids
-    of sessions with equal `namespace` name the same blocks."""
+    of sessions with equal `namespace` name the same blocks. Not every format `has_starts`, the
+    times at which its requests were recorded."""
 
     name: str
     begin_s: float
     requests: tuple[TracedRequest, ...]
     namespace: str = ""
+    has_starts: bool = True
 
     def scaled(self, scale: Fraction) -> Session:
         """With block sizes, lengths and times scaled alike. Raises ValueError as
@@ -98,7 +147,7 @@ def _scaled(request: TracedRequest, scale: Fraction) -> TracedRequest:
     return replace(
         request,
         prompt=request.prompt.scaled(scale, request.place),
-        output_len=rounded(request.output_len * scale, least=1),
+        output_len=request.output_len and rounded(request.output_len * scale, least=1),
         wait_s=float(request.wait_s * scale),
         start_s=float(request.start_s * scale),
     )
@@ -158,8 +207,9 @@ def blocks_at(
 
 def known_tokens(sessions: Sequence[Session]) -> list[list[int]]:
     """For each request of each session, the tokens that a cache without limits has when it comes:
-    those of the longest beginning of its blocks that have all come before. Requests come in the
-    order of their recorded times, and hash ids count within their namespace."""
+    those of the longest beginning of its blocks that have all come before or, of a text, those
+    with which another one began before it. Requests come in the order of their recorded times,
+    without these in that of the file, and hash ids count within their namespace."""
     order = sorted(
         (session.begin_s + request.start_s, number, place)
         for number, session in enumerate(sessions)
@@ -167,9 +217,14 @@ def known_tokens(sessions: Sequence[Session]) -> list[list[int]]:
     )
     known = [[0] * len(session.requests) for session in sessions]
     seen = defaultdict[str, set[int]](set)
+    texts = SeenTexts()
     for _, number, place in order:
         session = sessions[number]
         prompt = session.requests[place].prompt
+        if not isinstance(prompt, Blocks):
+            assert isinstance(prompt, TokenPrompt), "its tokens are known"
+            known[number][place] = texts.add(prompt.ids)
+            continue
         ids = seen[session.namespace]
         count = next(
             (at for at, hash_id in enumerate(prompt.hash_ids) if hash_id not in ids),

@@ -6,9 +6,13 @@ from faults.fault import Fault, Property
 
 TESTS = "test_traces.py::"
 REPLAYS = "test_trace_replay.py::"
+CHATS = "test_chat_traces.py::"
 SESSIONS = "workload/traces/sessions.py"
 WEKA = "workload/traces/weka.py"
 TEXTS = "workload/traces/block_texts.py"
+CHAT_TEXTS = "workload/traces/chat_texts.py"
+MLPERF = "workload/traces/mlperf.py"
+SEEN = "workload/traces/seen_texts.py"
 ARRIVALS = "engine/arrivals.py"
 COMPUTING = "records/computing.py"
 
@@ -70,6 +74,54 @@ PROPERTIES = (
                 TEXTS,
                 "if hash_id not in pieces:",
                 "if True:",
+            ),
+        ),
+    ),
+    Property(
+        "The tokens of a trace's chats are those of transformers' templates.",
+        f"{CHATS}test_tokens_are_those_of_transformers",
+        (
+            Fault(
+                "a template knows no tools",
+                "workload/chat_template.py",
+                '"tools": self.tools,',
+                '"tools": None,',
+            ),
+            Fault(
+                "what begins an answer is a part of it",
+                CHAT_TEXTS,
+                "return len(whole_ids) - num_in_common(ids, whole_ids)",
+                "return len(whole_ids) - num_in_common(ids, whole_ids) + 1",
+            ),
+        ),
+    ),
+    Property(
+        "A prompt of a trace's chat has what was recorded before it, and no more.",
+        f"{CHATS}test_a_row_of_a_user_or_a_tool_is_a_request",
+        (
+            Fault(
+                "it has the recorded answer too",
+                MLPERF,
+                "(*begin, *self.messages[:count]),",
+                "(*begin, *self.messages[: count + 1]),",
+            ),
+            Fault(
+                "each request may be as long as the first",
+                MLPERF,
+                "row.most_new or first.most_new,",
+                "first.most_new or row.most_new,",
+            ),
+        ),
+    ),
+    Property(
+        "A text knows the longest beginning that has come before it.",
+        f"{CHATS}test_a_text_knows_the_longest_beginning_that_has_come",
+        (
+            Fault(
+                "it is compared with the text behind it alone",
+                SEEN,
+                "self._sorted[max(0, place - 1) : place + 1]",
+                "self._sorted[place : place + 1]",
             ),
         ),
     ),
