@@ -62,6 +62,7 @@ TRACES = {
     "weka": "magicdec.workload.traces.weka:read",
     "mooncake": "magicdec.workload.traces.mooncake:read",
     "mlperf": "magicdec.workload.traces.mlperf:read",
+    "aiperf": "magicdec.workload.traces.aiperf:read",
 }
 # The systems that serve requests, each with modes of its own.
 SYSTEMS = {

@@ -34,6 +34,7 @@ from magicdec.workload.traces.chat_texts import ChatTexts, worded
 from magicdec.workload.traces.replay import Replay
 from magicdec.workload.traces.seen_texts import SeenTexts
 from magicdec.workload.traces.sessions import (
+    Blocks,
     ChatPrompt,
     Session,
     TokenPrompt,
@@ -117,6 +118,67 @@ def test_arguments_that_are_no_object_stay_text(tmp_path: Path, arguments: str) 
     (prompt,) = chats_in(sessions_of(tmp_path, rows))
     assert prompt.answer is not None
     assert prompt.answer["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def from_aiperf(path: Path, *rows: Any, most: int | None = None) -> list[Session]:
+    return read_sessions("--arrival aiperf", "aiperf", write_lines(path / "t.jsonl", rows), most)
+
+
+def test_lines_of_aiperf_are_sessions_of_their_own(tmp_path: Path) -> None:
+    """Each is read when it is asked for, or those of a `session_id` with the whole file."""
+    rows = [
+        {"text": "a", "timestamp": 2000, "output_length": 5},
+        {"text": "b", "timestamp": 2500, "type": "single_turn"},
+        {"text": "c", "delay": 40},
+        "broken",
+    ]
+    sessions = from_aiperf(tmp_path, *rows, most=3)
+    found = [(s.begin_s, s.has_starts, s.requests[0].output_len) for s in sessions]
+    assert found == [(2.0, True, 5), (2.5, True, None), (0.0, False, None)]
+    assert sessions[2].requests[0].wait_s == 0.04
+    prompts = chats_in(sessions)
+    assert [prompt.messages for prompt in prompts] == [
+        ({"role": "user", "content": text},) for text in "abc"
+    ]
+    assert all(prompt.is_text for prompt in prompts)
+    rows = [{"text": text, "session_id": name} for text, name in ("ax", "by", "cx")]
+    first, second = from_aiperf(tmp_path, *rows, {"text": "d", "session_id": "x", "delay": 500})
+    assert [prompt.messages[0]["content"] for prompt in chats_in([first])] == ["a", "c", "d"]
+    assert [(r.after, r.wait_s) for r in first.requests] == [((), 0.0), ((0,), 0.0), ((1,), 0.5)]
+    assert (first.name, second.name) == ("x", "y")
+    turns = [{"role": "system", "text": "s"}, {"text": "q", "output_length": 4, "timestamp": 9}]
+    (session,) = from_aiperf(tmp_path, {"session_id": "x", "turns": turns})
+    assert session.requests[0].output_len == 4 and session.has_starts
+    (prompt,) = chats_in([session])
+    assert [message["role"] for message in prompt.messages] == ["system", "user"]
+    assert not prompt.is_text
+
+
+def test_prompts_of_aiperfs_mooncake_traces_have_three_forms(tmp_path: Path) -> None:
+    ask = {"role": "user", "content": "q"}
+    calls = {"role": "assistant", "content": None, "tool_calls": [tool_call("a")]}
+    seen = {"role": "tool", "tool_call_id": "a", "content": "x"}
+    blocks, text, short, full = from_aiperf(
+        tmp_path,
+        {"input_length": 600, "hash_ids": [4, 5], "output_length": 3, "timestamp": 0},
+        {"text_input": "t", "timestamp": 1},
+        {"messages": [ask], "tools": TOOLS, "timestamp": 2000},
+        {"messages": [ask, calls, seen], "timestamp": 3000, "message_mode": "history"},
+    )
+    assert blocks.requests[0].prompt == Blocks((4, 5), 512, 600)
+    assert chats_in([text])[0].is_text
+    assert list(chats_in([short])[0].tools or ()) == TOOLS
+    function = {"name": "look", "arguments": {"at": [1, "é"]}}
+    called = {"id": "a", "type": "function", "function": function}
+    assert list(chats_in([full])[0].messages) == [
+        ask,
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        seen,
+    ]
+    rows = [{"messages": [ask], "session_id": "s", "timestamp": ms} for ms in (500, 2000)]
+    (session,) = from_aiperf(tmp_path, *rows)
+    found = [(r.after, r.wait_s, r.start_s) for r in session.requests]
+    assert found == [((), 0.0, 0.0), ((0,), 0.0, 1.5)] and session.has_starts
 
 
 def test_a_file_is_read_as_far_as_conversations_are_asked_for(tmp_path: Path) -> None:
@@ -332,6 +394,28 @@ def test_a_cache_has_what_one_without_limits_has(
             assert request.joined_prefix_tokens == [known // BLOCK * BLOCK], record.name
         assert [request.num_known_tokens > 0 for request in record.requests] == [False, True, True]
         assert record.requests[-1].output_len == 3
+
+
+def test_texts_and_blocks_of_aiperf_are_served_beside_each_other(
+    tiny_chat: Path, text_file: Path, tmp_path: Path
+) -> None:
+    rows = [
+        {"timestamp": 0, "input_length": 600, "hash_ids": [4, 5], "output_length": 3},
+        {"timestamp": 2, "text_input": "the cat sat on a mat"},
+        {"timestamp": 3, "input_length": 514, "hash_ids": [4], "output_length": 3},
+    ]
+    words = ["--gen_len", "4", "--ignore_eos", *CACHED]
+    served = measured(command_of(tiny_chat, text_file, tmp_path, "aiperf", rows, *words))
+    for record in served.records:
+        assert record.status == "verified" and check_metrics(record) == [], record.name
+        assert [request.num_known_tokens for request in record.requests] == [0, 0, 512]
+        assert [request.output_len for request in record.requests] == [3, 4, 3]
+    with pytest.raises(
+        ValueError, match="--prompt_format chat: the prompts of --arrival aiperf are"
+    ):
+        command_of(
+            tiny_chat, text_file, tmp_path, "aiperf", rows, *words, "--prompt_format", "chat"
+        )
 
 
 @pytest.mark.wide

@@ -203,11 +203,77 @@ MLPERF_REFUSALS = {
 }
 
 
+ASK = {"role": "user", "content": "q"}
+AIPERF_REFUSALS = {
+    "{": "line 1: it is ",
+    "[1]": "line 1: it is [1]; ",
+    "": " has no requests",
+    "{}": "line 1: a line with no keys is not read; choose from single_turn, multi_turn, mooncake",
+    lines({"payload": {}}): "line 1: a line with 'payload' is not read; choose from single_turn, m",
+    lines({"type": "random_pool", "text": "a"}): "line 1: type 'random_pool' is not read; choose ",
+    lines(
+        {"chat_id": 1, "timestamp": 0, "input_length": 3, "output_length": 2, "type": "text"}
+    ): "line 1: type 'text' is not read; choose from single_turn",
+    lines({"session_id": "a", "turns": [{"messages": [ASK]}]}): "line 1: type 'dag_jsonl' is not r",
+    lines(
+        {"session_id": "a", "orchestrator": True}
+    ): "line 1: type 'dag_jsonl' is not read; its pr",
+    lines({"turns": [3]}): "line 1: turns[0] is 3; it must be ",
+    lines({"turns": []}): "line 1: turns is []; ",
+    lines(
+        {"turns": [{"text": "a"}, {"text": "b"}]}
+    ): 'line 1: turns[0].text is "a"; its prompts go',
+    lines({"turns": [{"role": "system", "text": "a"}]}): 'line 1: turns[0].text is "a"; the questi',
+    lines(
+        {"turns": [{"role": "system", "text": "a", "delay": 3}, {"text": "b"}]}
+    ): 'line 1: turns[0].role is "system"; it must begin a conversation',
+    lines({"turns": [{"role": "assistant", "text": "a"}]}): 'turns[0].role is "assistant"; it must',
+    lines({"text": "a", "image": "b"}): "line 1: image is no key that is known here",
+    lines({"text": "a", "extra": {"seed": 1}}): "line 1: extra is no key that is known here",
+    lines({"text": ""}): 'line 1: text is ""; it must ',
+    lines({"text": "a", "role": "system"}): "line 1: role is \"system\"; it must be 'user'",
+    lines({"text": "a", "delay": -4}): "line 1: delay is -4; it must be greater than or equal to 0",
+    lines({"text": "a", "output_length": 0}): "line 1: output_length is 0; it must be greater than",
+    lines({"text": "a"}, {"input_length": 4}): "line 2: text is missing",
+    lines(
+        {"text": "a"}, {"text": "a", "type": "multi_turn"}
+    ): 'line 2: type is "multi_turn"; the l',
+    lines(
+        {"text": "a", "timestamp": 5}, {"text": "b", "timestamp": 4}
+    ): "line 2: timestamp 4 is earlier than the one before it, 5",
+    lines({"input_length": 1100, "hash_ids": [1]}): "hash_ids has 1 ids, but input_length 1100 has",
+    lines({"text_input": "a", "hash_ids": [1]}): "line 1: hash_ids is there without input_length",
+    lines({"text_input": "a", "tools": [{}]}): "line 1: tools is there without messages",
+    lines(
+        {"text_input": "a", "input_length": 4}
+    ): "line 1: input_length and text_input are there, ",
+    lines({"message_mode": "history"}): "line 1: input_length, text_input or messages is missing",
+    lines({"messages": [ASK], "message_mode": "delta"}): 'line 1: message_mode is "delta"; its pro',
+    lines({"messages": []}): "line 1: messages is []; ",
+    lines({"messages": [ASK | {"role": "bot"}]}): 'line 1: messages[0].role is "bot"; it must be',
+    lines({"messages": [ASK | {"content": [{"type": "text"}]}]}): "messages[0].content is [{",
+    lines(
+        {"messages": [ASK, ASK | {"role": "assistant"}]}
+    ): 'messages[1].role is "assistant"; the ',
+    lines(
+        {"messages": [ASK, {"role": "tool", "tool_call_id": "a", "content": "x"}]}
+    ): 'line 1: messages[1].tool_call_id is "a"; no message before it calls it',
+    lines(
+        {"messages": [ASK | {"tool_call_id": "a"}]}
+    ): 'messages[0].role is "user"; tool alone has',
+    lines({"messages": [ASK | {"tool_calls": [tool_call("a")]}]}): "only assistant has tool_calls",
+    lines(
+        *[{"session_id": "a", "text_input": "x"}] * 2
+    ): 'line 2: session_id is "a"; its prompts go on with answers of the model that is measured',
+}
+
+
 @pytest.mark.parametrize(
     ("form", "text", "message"),
     [("weka", *case) for case in WEKA_REFUSALS.items()]
     + [("mooncake", *case) for case in MOONCAKE_REFUSALS.items()]
-    + [("mlperf", *case) for case in MLPERF_REFUSALS.items()],
+    + [("mlperf", *case) for case in MLPERF_REFUSALS.items()]
+    + [("aiperf", *case) for case in AIPERF_REFUSALS.items()],
 )
 def test_what_no_trace_can_be_is_refused_in_one_line(
     tmp_path: Path, form: str, text: str, message: str

@@ -70,16 +70,22 @@ class ChatTexts:
         behind = iter(rendered[len(asked) :])
         for place, prompt, before in zip(places, prompts, rendered, strict=False):
             text = self._text(place, before)
+            for message in prompt.messages:
+                self._check_calls(place, message, text)
             ids = self.tokenizer.encode_with_special(text)
             if prompt.answer is None:
                 yield ids, None
                 continue
             whole = self._text(place, next(behind))
-            added = whole[num_in_common(text, whole) :]
-            for call in prompt.answer.get("tool_calls") or ():
-                if (name := call["function"]["name"]) not in added:
-                    self._refuse(place, f"writes no call of {name}")
+            self._check_calls(place, prompt.answer, whole[num_in_common(text, whole) :])
             yield ids, self._num_added(text, ids, whole)
+
+    def _check_calls(self, place: str, message: Message, text: str) -> None:
+        """Raises ValueError if the text that has a message does not name what it calls: the
+        template knows no tools."""
+        for call in message.get("tool_calls") or ():
+            if (name := call["function"]["name"]) not in text:
+                self._refuse(place, f"writes no call of {name}")
 
     def _text(self, place: str, rendered: Rendered) -> str:
         if rendered.error is not None:

@@ -8,21 +8,18 @@ nothing of requests, and `system` may stand in a later row."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from magicdec.workload.prompt_sets import ASSISTANT, USER
-from magicdec.workload.request_shapes import MOST_TOKENS
-from magicdec.workload.traces.reading import STRICT, Time, object_in, placed_lines
+from magicdec.workload.traces.chat_messages import TOOL, Name, ToolCall, refuse
+from magicdec.workload.traces.reading import STRICT, Length, Time, object_in, placed_lines
 from magicdec.workload.traces.sessions import ChatPrompt, Message, Session, TracedRequest
 
-TOOL = "tool"
 # What may follow on a row of each role; a conversation begins with a user.
 FOLLOWING = {USER: (ASSISTANT,), ASSISTANT: (TOOL, USER), TOOL: (ASSISTANT, USER)}
 CLIENT_KEYS = ("tools", "delay_seconds", "max_new_tokens", "max_completion_tokens")
@@ -32,36 +29,6 @@ OWN_KEYS = {
     TOOL: ("tool_results", *CLIENT_KEYS),
 }
 METADATA = "dataset_metadata"
-
-Name = Annotated[str, Field(min_length=1)]
-MostNew = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-
-
-@dataclass(frozen=True)
-class CalledFunction:
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: Name
-    arguments: str | dict[str, Any]
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    id: Name
-    type: Literal["function"]
-    function: CalledFunction
-
-    @property
-    def message(self) -> Message:
-        """As servers give it to a template: arguments that are the JSON of an object as that."""
-        arguments = self.function.arguments
-        if isinstance(arguments, str):
-            with suppress(ValueError, RecursionError):
-                parsed = json.loads(arguments)
-                json.dumps(parsed, ensure_ascii=False).encode()  # half a surrogate has no tokens
-                arguments = parsed if isinstance(parsed, dict) else arguments
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": self.type, "function": function}
 
 
 @dataclass(frozen=True)
@@ -88,8 +55,8 @@ class MLPerfRow:
     tool_results: Annotated[list[ToolResult], Field(min_length=1)] | None = None
     reasoning_content: str | None = None
     delay_seconds: Time | None = None
-    max_new_tokens: MostNew | None = None
-    max_completion_tokens: MostNew | None = None
+    max_new_tokens: Length | None = None
+    max_completion_tokens: Length | None = None
     model: str | None = None
     stream: bool | None = None
 
@@ -141,11 +108,6 @@ def read(path: Path) -> Iterator[Session]:
         reader.add(place, row)
     if reader is not None:
         yield reader.session()
-
-
-def refuse(place: str, key: str, value: object, reason: str) -> NoReturn:
-    """Raises ValueError, one line."""
-    raise ValueError(f"{place}: {key} is {json.dumps(value)[:40]}; {reason}")
 
 
 @dataclass

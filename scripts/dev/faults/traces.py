@@ -11,6 +11,7 @@ SESSIONS = "workload/traces/sessions.py"
 WEKA = "workload/traces/weka.py"
 TEXTS = "workload/traces/block_texts.py"
 CHAT_TEXTS = "workload/traces/chat_texts.py"
+AIPERF = "workload/traces/aiperf.py"
 MLPERF = "workload/traces/mlperf.py"
 SEEN = "workload/traces/seen_texts.py"
 ARRIVALS = "engine/arrivals.py"
@@ -110,6 +111,24 @@ PROPERTIES = (
                 MLPERF,
                 "row.most_new or first.most_new,",
                 "first.most_new or row.most_new,",
+            ),
+        ),
+    ),
+    Property(
+        "Lines of AIPerf's with one session_id follow each other, wherever they stand.",
+        f"{CHATS}test_lines_of_aiperf_are_sessions_of_their_own",
+        (
+            Fault(
+                "a delay is in seconds",
+                AIPERF,
+                "(row.delay or 0.0) / 1e3,",
+                "(row.delay or 0.0),",
+            ),
+            Fault(
+                "each line is a session of its own",
+                AIPERF,
+                "if row.session_id is None:",
+                "if True:",
             ),
         ),
     ),
