@@ -27,7 +27,7 @@ from magicdec.workload.traces.reading import (
 )
 from magicdec.workload.traces.sessions import (
     ChatPrompt,
-    Message,
+    MessageFields,
     Prompt,
     Session,
     TracedRequest,
@@ -62,7 +62,7 @@ class SingleTurn(Asked):
 
 
 @dataclass(frozen=True)
-class Turn:
+class AIPerfTurn:
     """A turn of a conversation: its question, or the system's words before it."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -78,12 +78,12 @@ class MultiTurn:
     """A conversation of one question, and what the system says before it."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    turns: Annotated[list[Turn], Field(min_length=1)]
+    turns: Annotated[list[AIPerfTurn], Field(min_length=1)]
     session_id: Name | None = None
     type: str | None = None
 
     @property
-    def asked(self) -> Turn:
+    def asked(self) -> AIPerfTurn:
         return self.turns[-1]
 
     @property
@@ -123,7 +123,7 @@ class MessageRow:
     tool_call_id: Name | None = None
 
     @property
-    def message(self) -> Message:
+    def message(self) -> MessageFields:
         message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
         for key in ("name", "reasoning_content", "tool_call_id"):
             if (value := getattr(self, key)) is not None:
@@ -186,7 +186,7 @@ def check_messages(place: str, rows: Sequence[MessageRow]) -> None:
         refuse(place, f"messages[{len(rows) - 1}].role", ASSISTANT, "the last one must ask")
 
 
-Row = SingleTurn | MultiTurn | MooncakeTrace
+AIPerfRow = SingleTurn | MultiTurn | MooncakeTrace
 ADAPTERS: dict[str, TypeAdapter[Any]] = {
     "single_turn": TypeAdapter(SingleTurn),
     "multi_turn": TypeAdapter(MultiTurn),
@@ -200,11 +200,11 @@ def read(path: Path) -> Iterator[Session]:
     wherever they stand, for which the whole file is read."""
     form = ""
     before = 0.0
-    sessions: dict[str, list[tuple[str, Row]]] | None = None
+    sessions: dict[str, list[tuple[str, AIPerfRow]]] | None = None
     for place, line in placed_lines(path):
         if not form:
             form = type_of(object_in(OBJECT, line, place), place)
-        row: Row = object_in(ADAPTERS[form], line, place)
+        row: AIPerfRow = object_in(ADAPTERS[form], line, place)
         if row.type not in (None, form):
             refuse(place, "type", row.type, f"the lines before it are {form}")
         if row.timestamp is not None:
@@ -239,7 +239,7 @@ def type_of(first: dict[str, Any], place: str) -> str:
     raise ValueError(f"{place}: {what} is not read; choose from {', '.join(ADAPTERS)}")
 
 
-def session_of(name: str, rows: Sequence[tuple[str, Row]]) -> Session:
+def session_of(name: str, rows: Sequence[tuple[str, AIPerfRow]]) -> Session:
     """The requests of a session, each after the one before it and its `delay`."""
     begin_ms = rows[0][1].timestamp or 0.0
     requests = []

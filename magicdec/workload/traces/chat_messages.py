@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn
 from pydantic import ConfigDict, Field
 
 from magicdec.workload.traces.reading import STRICT
-from magicdec.workload.traces.sessions import Message
+from magicdec.workload.traces.sessions import MessageFields
 
 TOOL = "tool"
 Name = Annotated[str, Field(min_length=1)]
@@ -31,7 +31,7 @@ class ToolCall:
     function: CalledFunction
 
     @property
-    def message(self) -> Message:
+    def message(self) -> MessageFields:
         """As servers give it to a template: arguments that are the JSON of an object as that."""
         arguments = self.function.arguments
         if isinstance(arguments, str):

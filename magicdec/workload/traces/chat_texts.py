@@ -12,7 +12,7 @@ from magicdec.model.tokenizer import Tokenizer
 from magicdec.workload.chat_template import FLAG, WAY_OUT, Chat, ChatTemplate, Rendered
 from magicdec.workload.prompt_sets import ChatMessage, in_words
 from magicdec.workload.traces.seen_texts import num_in_common
-from magicdec.workload.traces.sessions import ChatPrompt, Message
+from magicdec.workload.traces.sessions import ChatPrompt, MessageFields
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ChatTexts:
             self._check_calls(place, prompt.answer, whole[num_in_common(text, whole) :])
             yield ids, self._num_added(text, ids, whole)
 
-    def _check_calls(self, place: str, message: Message, text: str) -> None:
+    def _check_calls(self, place: str, message: MessageFields, text: str) -> None:
         """Raises ValueError if the text that has a message does not name what it calls: the
         template knows no tools."""
         for call in message.get("tool_calls") or ():
@@ -116,7 +116,7 @@ def worded(prompt: ChatPrompt) -> str:
     return in_words((*tools, *messages))
 
 
-def text_of(message: Message) -> str:
+def text_of(message: MessageFields) -> str:
     """What a speaker says: thoughts, text and calls."""
     calls = [_json(call["function"]) for call in message.get("tool_calls") or ()]
     parts = (message.get("reasoning_content"), message["content"], *calls)

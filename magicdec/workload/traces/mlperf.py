@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from magicdec.workload.prompt_sets import ASSISTANT, USER
 from magicdec.workload.traces.chat_messages import TOOL, Name, ToolCall, refuse
 from magicdec.workload.traces.reading import STRICT, Length, Time, object_in, placed_lines
-from magicdec.workload.traces.sessions import ChatPrompt, Message, Session, TracedRequest
+from magicdec.workload.traces.sessions import ChatPrompt, MessageFields, Session, TracedRequest
 
 # What may follow on a row of each role; a conversation begins with a user.
 FOLLOWING = {USER: (ASSISTANT,), ASSISTANT: (TOOL, USER), TOOL: (ASSISTANT, USER)}
@@ -65,7 +65,7 @@ class MLPerfRow:
         return self.max_new_tokens or self.max_completion_tokens
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[MessageFields]:
         """Those of the interface. As in servers, a content that is null is empty."""
         if self.role == TOOL:
             return [
@@ -119,9 +119,9 @@ class ConversationReader:
     name: str
     place: str = ""
     rows: list[MLPerfRow] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
+    messages: list[MessageFields] = field(default_factory=list)
     asked: list[tuple[str, MLPerfRow, int]] = field(default_factory=list)
-    answers: dict[int, Message] = field(default_factory=dict)
+    answers: dict[int, MessageFields] = field(default_factory=dict)
     system: str | None = None
 
     def add(self, place: str, row: MLPerfRow) -> None:

@@ -28,7 +28,7 @@ NO_WAITS = "none"
 WAITS = (THINK, START, NO_WAITS)
 MOST_DIGITS = 9  # of a number in `--scale`
 
-Message = Mapping[str, Any]
+MessageFields = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class ChatPrompt:
     that `is_text` names no speaker where no chat template does. Its length is at least 1 until a
     tokenizer has made it a `TokenPrompt`."""
 
-    messages: tuple[Message, ...]
-    tools: tuple[Message, ...] | None = None
-    answer: Message | None = None
+    messages: tuple[MessageFields, ...]
+    tools: tuple[MessageFields, ...] | None = None
+    answer: MessageFields | None = None
     is_text: bool = False
     length: ClassVar[int] = 1
 
