@@ -29,6 +29,7 @@ if not torch.cuda.is_available():
 
 from _pytest import runner
 from frame_room import call_with_room
+from long_texts import remember_long_texts
 from rank_server import NOTICE_S, Job, RankServer
 from safetensors.torch import save_file
 from tiers import choose, ordered
@@ -80,6 +81,7 @@ from magicdec.speculation.steps.strategy import Setup, make_strategy
 timing.BANDWIDTH_BYTES = 1 << 22
 STARTED = Path(__file__).with_name("started"), os.environ.get("PYTHONPATH")
 WITH_SMALL_READS = {"PYTHONPATH": os.pathsep.join(str(path) for path in STARTED if path)}
+remember_long_texts()
 # What is remembered of the checkpoints of tests goes with them. The first process of a run makes
 # the folder and removes it; workers and ranks, which end without clearing up, find it in the
 # environment.

@@ -181,6 +181,7 @@ def main() -> None:
     sys.path.insert(0, str(TESTS))
     for name in IMPORTED:
         import_module(name)
+    import_module("long_texts").encode_demo_text()
 
     threads = Path("/proc/self/task")
     assert not threads.exists() or len(list(threads.iterdir())) == 1, "a fork would lose a thread"
