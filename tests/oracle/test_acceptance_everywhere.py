@@ -141,6 +141,7 @@ def pairs_of(
     ]
 
 
+@pytest.mark.narrow(9)  # every draft, half of them with each gamma
 @pytest.mark.parametrize("gamma", [3, MOST])
 @pytest.mark.parametrize("name", DRAFTS_BY_TEXT)
 def test_every_verification_of_a_run_accepts_what_the_table_says(
@@ -226,8 +227,8 @@ def test_a_window_of_a_head_depends_on_how_many_tokens_a_step_commits(
 
 
 FORKED = {
-    "streaming_llm": "--draft self self:int8 --budget 49",
     "snapkv": "--draft self self:int4 --budget 49 --kv_policy snapkv",
+    "streaming_llm": "--draft self self:int8 --budget 49",
     "retrieval": "--draft self self:int8 --budget 81 --kv_policy retrieval",
     "full": "--draft self --kv_policy full",
     "model": "--draft model:demo-draft --kv_policy full",
@@ -285,6 +286,7 @@ def test_contexts_that_share_a_prefill_accept_what_they_accept_alone(
     assert num_prefills == [130, *[130, 97, 70]]
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("most", [128, 7])
 @pytest.mark.parametrize("words", FORKED.values(), ids=FORKED)
 def test_forks_accept_what_verifications_step_by_step_accept(
