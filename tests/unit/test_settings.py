@@ -50,18 +50,18 @@ SYNONYMS = {
 }
 
 
+CONCEPTS = flags_page.concepts()
+FLAGS = sorted({flag for flag, _ in CONCEPTS})
+
+
 def uses_of(flag: str) -> list[tuple[str, Declared]]:
-    concepts = flags_page.concepts().items()
-    return [use for (name, _), uses in concepts if name == flag for use in uses]
+    return [use for (name, _), uses in CONCEPTS.items() if name == flag for use in uses]
 
 
 def is_equal(default: Any, other: Any) -> bool:
     """Whether two defaults are the same, though one may be a text, a path or a list of one."""
     texts = [list(map(str, v)) if isinstance(v, tuple) else [str(v)] for v in (default, other)]
     return texts[0] == texts[1]
-
-
-FLAGS = sorted({flag for flag, _ in flags_page.concepts()})
 
 
 def test_a_flag_has_one_meaning_and_one_default() -> None:
@@ -101,7 +101,7 @@ def usual_default(uses: list[tuple[str, Declared]]) -> Any:
 
 def test_a_concept_has_one_spelling() -> None:
     spellings: dict[str, set[str]] = {}
-    for flag, meaning in flags_page.concepts():
+    for flag, meaning in CONCEPTS:
         spellings.setdefault(meaning, set()).add(flag)
     assert [flags for flags in spellings.values() if len(flags) > 1] == []
     assert SYNONYMS & set(FLAGS) == set()

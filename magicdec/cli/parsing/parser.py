@@ -95,6 +95,7 @@ class Parser(argparse.ArgumentParser):
         self.sections = dict(sections)
         self.settings: dict[str, Declared] = {}
         self.owners: dict[str, list[str]] = {}  # the sections that declare a setting
+        declared_flags = dict[str, str]()  # the name of the setting that was the first with a flag
         if everyday:
             self.add_argument(
                 "--help_all",
@@ -110,15 +111,12 @@ class Parser(argparse.ArgumentParser):
                 if only is None or field in only.get(name, (field,)):
                     default = getattr(section, field, MISSING)
                     more = (aliases or {}).get(f"{name}.{field}", ())
-                    first = self._declared_before(declaration)
-                    self.owners.setdefault(first or f"{name}.{field}", []).append(name)
-                    if first is None:
-                        self._add_setting(group, f"{name}.{field}", declaration, default, more)
-
-    def _declared_before(self, declaration: Declared) -> str | None:
-        """The name of a setting of the same flag, which another section has declared."""
-        found = [name for name, other in self.settings.items() if other.flag == declaration.flag]
-        return found[0] if found and declaration.flag.startswith("-") else None
+                    own = f"{name}.{field}"
+                    is_flag = declaration.flag.startswith("-")
+                    first = declared_flags.setdefault(declaration.flag, own) if is_flag else own
+                    self.owners.setdefault(first, []).append(name)
+                    if first == own:
+                        self._add_setting(group, own, declaration, default, more)
 
     def _add_setting(
         self, group: Any, name: str, declaration: Declared, default: Any, aliases: Sequence[str]
