@@ -44,6 +44,11 @@ DRAFTS = {
 }
 
 
+def in_make_test(*names: str) -> list[Any]:
+    """Every draft; the others are in make test-wide."""
+    return [n if n in names else pytest.param(n, marks=pytest.mark.wide) for n in DRAFTS]
+
+
 class Watch:
     """Sees what passes emit, and what their verifications accept."""
 
@@ -111,7 +116,7 @@ def force(monkeypatch: pytest.MonkeyPatch, texts: Tensor) -> None:
     monkeypatch.setattr(CountedAcceptance, "judge", forced)
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", in_make_test("model", "eagle"))
 def test_a_run_accepts_drafts_with_the_probabilities_of_the_table(
     name: str, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -142,7 +147,7 @@ def test_a_run_accepts_drafts_with_the_probabilities_of_the_table(
     assert cumulative == pytest.approx(rows.tolist(), abs=5e-5)
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", in_make_test("int4", "model"))
 def test_steps_of_a_run_over_its_text_are_those_that_forks_expect(
     name: str, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

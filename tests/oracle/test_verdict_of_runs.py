@@ -59,18 +59,20 @@ def test_an_honest_run_passes_and_says_what_could_hide(dtype: str) -> None:
     assert least < forwards.decode_error < most and forwards.hidden_error < 4 * most
 
 
-@pytest.mark.narrow(2)
+WIDE = pytest.mark.wide
+
+
 @pytest.mark.parametrize(
     ("dtype", "attack", "part"),
     [
-        ("bfloat16", "accept within 0.06", "judgement"),
-        ("bfloat16", "noise 0.03", "error_ratio"),
-        ("bfloat16", "16 KV tokens dropped", "error_ratio"),
-        pytest.param("bfloat16", "a head zeroed", "error_ratio", marks=pytest.mark.wide),
-        pytest.param("float32", "accept within 0.06", "judgement", marks=pytest.mark.wide),
-        pytest.param("float32", "noise 0.01", "error_ratio", marks=pytest.mark.wide),
+        pytest.param("bfloat16", "accept within 0.06", "judgement", marks=WIDE),
+        pytest.param("bfloat16", "noise 0.03", "error_ratio", marks=WIDE),
+        pytest.param("bfloat16", "16 KV tokens dropped", "error_ratio", marks=WIDE),
+        pytest.param("bfloat16", "a head zeroed", "error_ratio", marks=WIDE),
+        ("float32", "accept within 0.06", "judgement"),
+        pytest.param("float32", "noise 0.01", "error_ratio", marks=WIDE),
         ("float32", "1 KV token dropped", "error_ratio"),
-        pytest.param("float32", "a head 10 % too small", "error_ratio", marks=pytest.mark.wide),
+        pytest.param("float32", "a head 10 % too small", "error_ratio", marks=WIDE),
     ],
 )
 def test_a_fault_in_verifications_is_seen(dtype: str, attack: str, part: str) -> None:
