@@ -42,7 +42,7 @@ def speculate(
     *,
     draft: Transformer | None = None,
     lengths: Sequence[int] = RAGGED,
-    num_new: int | Sequence[int] = 60,
+    num_new: int | Sequence[int] = 40,
     seed: int = 0,
     backend: Callable[[], AttentionBackend] = GroupedBackend,
     chunk: int = 64,

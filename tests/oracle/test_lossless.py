@@ -146,7 +146,7 @@ def test_a_request_for_one_token_needs_no_step() -> None:
 
 
 @pytest.mark.parametrize("drafter", ["self", "model"])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5),
     num_new=st.lists(st.integers(1, 40), min_size=5, max_size=5),

@@ -276,7 +276,7 @@ def test_drafts_after_a_hit_are_those_after_a_prefill(drafter: str, kv: KVSectio
     seen = Counter[str]()
     num_rows = 1 if drafter.startswith("ngram") else None
 
-    @settings(max_examples=4)
+    @settings(max_examples=2)
     @example(two_in_turns(), Sizes(1, None, 0.0, 0, 1000))
     @given(conversations(), sizes(num_rows))
     def check(asked: list[Request], drawn: Sizes) -> None:

@@ -399,6 +399,7 @@ def noted(
 
 
 @pytest.mark.usefixtures("trusted_lookups")
+@pytest.mark.narrow(3)
 @pytest.mark.parametrize("kind", ["greedy", "filters", "penalties"])
 @pytest.mark.parametrize("drafter", ["self", "ngram", "ngram+self"])
 def test_replayed_steps_have_the_same_probabilities_of_acceptance(drafter: str, kind: str) -> None:

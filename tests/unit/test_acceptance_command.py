@@ -325,8 +325,7 @@ def test_settings_of_a_draft_take_the_place_of_those_of_the_command(
     """One command has the cells of several, and each of them once."""
     together = tmp_path / "together.jsonl"
     drafts = "self self,budget=33 ngram,gamma=2 self,kv_policy=snapkv,budget=41,window_size=8"
-    drafts += " self:int4,kv_policy=full,gamma=5 eagle:demo-eagle,kv_policy=full"
-    drafts += " self,kv_policy=retrieval,budget=49"
+    drafts += " self:int4,kv_policy=full,gamma=5"
     words = [*SMALL, "--draft", *drafts.split(), "self,budget=33 49"]
     ended = command("acceptance", *words, "--budget", "33", "57", "--out", together)
     assert ended.code == 0, ended.err
@@ -336,14 +335,12 @@ def test_settings_of_a_draft_take_the_place_of_those_of_the_command(
         "--draft ngram --gamma 2",
         "--draft self --kv_policy snapkv --budget 41 --window_size 8",
         "--draft self:int4 --kv_policy full --gamma 5",
-        "--draft eagle:demo-eagle --kv_policy full",
-        "--draft self --kv_policy retrieval --budget 49",
     ):
         ended = command("acceptance", *SMALL, *draft.split(), "--out", apart)
         assert ended.code == 0, ended.err
     files = (list(read_records(path, AcceptanceRecord)) for path in (together, apart))
     cells, expected = ({measuring.record_key(r): r.accepted for r in records} for records in files)
-    assert cells == expected and len(cells) == 2 * 8
+    assert cells == expected and len(cells) == 2 * 6
     assert len(together.read_text().splitlines()) == len(cells)
 
 

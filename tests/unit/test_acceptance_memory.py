@@ -45,7 +45,11 @@ def test_forks_take_no_more_blocks_than_are_planned(
     [
         ("--draft self ngram --kv_policy streaming_llm full --budget 33", 0),
         ("--draft self model:demo-draft --kv_policy full", 2),
-        ("--draft self model:demo-draft --kv_policy full --attention grouped", 2),
+        pytest.param(
+            "--draft self model:demo-draft --kv_policy full --attention grouped",
+            2,
+            marks=pytest.mark.wide,
+        ),
         ("--draft eagle:demo-eagle --kv_policy full", 2),
         ("--draft self --kv_policy snapkv --budget 33", 2),
         ("--draft self --kv_policy retrieval --budget 49", 0),

@@ -574,6 +574,7 @@ def test_repeats_give_a_ratio_its_interval(
     assert metrics["duration_s"] == pytest.approx(sum(64 / ratio for ratio in expected))
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), NotFinite("the logits are not finite")])
 @pytest.mark.parametrize(
     ("failing", "repeat", "expected"),
