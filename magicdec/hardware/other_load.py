@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -144,16 +145,19 @@ def _top() -> int:
 
 
 def _family(root: Path, top: int) -> Iterator[tuple[int, float]]:
-    """The processes from `top` down, with CPU seconds including ended children."""
+    """The processes from `top` down, with CPU seconds including ended children. A host has hundreds
+    of processes, and paths as objects take longer than the kernel does."""
     children = defaultdict[int, list[int]](list)
     seconds = dict[int, float]()
-    for path in root.iterdir():
-        if not path.name.isdigit():
+    for entry in os.scandir(root):
+        if not entry.name.isdigit():
             continue
-        with suppress(OSError, ValueError, IndexError):  # it has just ended
-            after_name = (path / "stat").read_text().rpartition(")")[2].split()
-            children[int(after_name[1])].append(int(path.name))
-            seconds[int(path.name)] = sum(map(int, after_name[11:15])) / TICKS_PER_S
+        # It may just have ended.
+        with suppress(OSError, ValueError, IndexError), FileIO(f"{entry.path}/stat") as file:
+            after_name = file.readall().rpartition(b")")[2].split()
+            pid = int(entry.name)
+            children[int(after_name[1])].append(pid)
+            seconds[pid] = sum(map(int, after_name[11:15])) / TICKS_PER_S
     left = [top]
     while left:
         pid = left.pop()

@@ -264,7 +264,20 @@ def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "MADE", 1 << 16)
 
 
-@pytest.mark.parametrize("name", list(FORMATS))
+# What is particular to each of these, another format has as well.
+COMPOUND = {
+    "gptq, 8 bits, zero points",
+    "gptq, act-order, second version",
+    "packed, zero points",
+    "fp8, blocks",
+    "floats, one scale",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.wide) if n in COMPOUND else n for n in FORMATS],
+)
 def test_a_model_computes_as_transformers_on_the_defined_weights(name: str, tmp_path: Path) -> None:
     model = saved(tmp_path, name)
     source = find_model("--model", str(tmp_path))
