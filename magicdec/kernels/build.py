@@ -137,8 +137,9 @@ def loaded_kernels() -> dict[str, str]:
     compiled for (`native-HEAD_SIZE=64`): the first digits of the SHA-256 of their machine code. The
     compiler writes the same code for the same sources, flags, version and instructions."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    mapped = {Path(line.split(maxsplit=5)[-1]) for line in lines if line.endswith(".so")}
-    ours = sorted(path for path in mapped if path.parent == library_folder().resolve())
+    mapped = {line.split(maxsplit=5)[-1] for line in lines if line.endswith(".so")}
+    folder = library_folder().resolve()
+    ours = sorted(path for path in map(Path, mapped) if path.parent == folder)
     return {
         path.stem.rpartition("-")[0]: hashlib.sha256(path.read_bytes()).hexdigest()[:12]
         for path in ours
