@@ -8,7 +8,7 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
-from recomputed_metrics import contexts_of, metrics_of, turns_of
+from recomputed_metrics import contexts_of, grown_of, metrics_of, turns_of
 
 from magicdec.records.acceptance import Verification
 from magicdec.records.metrics import SUFFIX
@@ -42,6 +42,7 @@ def check_metrics(record: PassRecord, command: Sequence[PassRecord] = ()) -> lis
     expected["times_by_turn"] = turns_of(record.requests)
     if not is_random:
         expected["acceptance_by_context"] = contexts_of(record)
+        expected["acceptance_by_grown_context"] = grown_of(record)
     stated = asdict(record)
     stated |= stated["metrics"]
     lacking = [name for name in expected if lacks(stated, expected, name, missing)]

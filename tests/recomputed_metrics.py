@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice, pairwise
 from statistics import fmean, median, median_high
@@ -22,6 +22,7 @@ from magicdec.records.stalls import PassSteps
 
 PERCENTS = (50, 90, 99)
 FIRST_GROUP = 2048  # tokens of the longest prompts of the first group by context
+FIRST_GROWN = 512  # tokens of the longest texts of the first group by grown context
 FEWEST_GROUPS = 3  # that have an interval
 SUMMED_COUNTS = ("num_draft_tokens", "num_accepted_draft_tokens", "num_spec_steps")
 # What a record does not say of the tokens of a request: when each of them came.
@@ -391,6 +392,36 @@ def contexts_of(record: PassRecord) -> list[MetricValues] | None:
         group.get("num_draft_tokens") or group.get("num_spec_steps") for group in groups
     )
     return groups if has_drafts else None
+
+
+def grown_of(record: PassRecord) -> dict[str, MetricValues] | None:
+    """The acceptance of the verifications before whose drafts the text had at most 512 tokens, at
+    most twice as many, and so on; None if nothing was drafted, or of a server."""
+    found: dict[str, list[RequestDrafts]] = {}
+    low, high = 0, FIRST_GROWN
+    longest = max(request.prompt_len + request.output_len for request in record.requests)
+    while low < longest:
+        name = f"{low + 1} to {high}" if low else f"up to {high}"
+        for request in record.requests:
+            places = request.per_step_position or request.per_step_context or []
+            within = [place for place, length in enumerate(places) if low < length <= high]
+            if within:
+                part = partial(chosen, within)
+                cut = replace(
+                    request,
+                    per_step_drafted=part(request.per_step_drafted),
+                    per_step_accepted=part(request.per_step_accepted),
+                    per_step_emitted=part(request.per_step_emitted),
+                )
+                found.setdefault(name, []).append(RequestDrafts.from_request(cut, False))
+        low, high = high, 2 * high
+    groups = {name: {"num_prompts": len(group), **total(group)} for name, group in found.items()}
+    return groups or None
+
+
+def chosen(places: Sequence[int], values: Sequence[int] | None) -> list[int]:
+    assert values is not None, "its verifications are known"
+    return [values[place] for place in places]
 
 
 def acceptance_by_category(record: PassRecord) -> dict[str, MetricValues] | None:

@@ -148,7 +148,7 @@ def requests_of(batch: Batch, first: int, has_drafts: bool) -> list[RequestRecor
             prompt_len=batch.prompt_len,
             output_len=1 + sum(emitted for _, _, emitted in row),
             output_hash=f"{first + number:016x}",
-            **(drafts_of(row) if has_drafts else {}),
+            **(drafts_of(row, batch.prompt_len) if has_drafts else {}),
         )
         for number, (row, first_ms, end_ms) in enumerate(
             zip(batch.rows, firsts_ms, ends_ms, strict=True)
@@ -160,10 +160,11 @@ def prefill_ms_of(batch: Batch) -> float:
     return float(len(batch.rows)) if batch.prefill_ms is None else batch.prefill_ms
 
 
-def drafts_of(row: Sequence[Step]) -> dict[str, Any]:
+def drafts_of(row: Sequence[Step], prompt_len: int) -> dict[str, Any]:
     """What a request says of its drafts; nothing without one. What is accepted of drafts is known
     up to the end of the row alone."""
     drafting = [step for step in row if step[0]]
+    befores = accumulate((emitted for _, _, emitted in row), initial=prompt_len + 1)
     if not drafting:
         return {}
     drafted, accepted, emitted = (list(column) for column in zip(*drafting, strict=True))
@@ -175,6 +176,7 @@ def drafts_of(row: Sequence[Step]) -> dict[str, Any]:
         "per_step_drafted": drafted,
         "per_step_accepted": accepted,
         "per_step_emitted": emitted,
+        "per_step_context": [before for step, before in zip(row, befores, strict=False) if step[0]],
     }
 
 
@@ -600,7 +602,9 @@ def drawn_drafts(rng: random.Random, requests: Sequence[Request], kind: str) -> 
             accepted = rng.randint(0, drafted)
             emitted = min(accepted + 1, left)
             position = len(request.prompt_ids) + left if kind == AHEAD else None
-            found.add(request.request_id, drafted, accepted, emitted, None, position)
+            text_len = len(request.prompt_ids) + len(request.output_ids) - left
+            context = None if kind == AHEAD else text_len
+            found.add(request.request_id, drafted, accepted, emitted, None, position, context)
             left -= emitted
     return as_reported(found, kind) if kind in SERVER_KINDS else found
 

@@ -372,6 +372,7 @@ def describe_drafts(judged: Verifications, request_id: int) -> dict[str, Any]:
     counts = judged.counts_of(request_id) or ReportedCounts()
     steps = judged.by_request.get(request_id, ())
     positions = [step.position for step in steps if step.position is not None]
+    contexts = [step.context for step in steps if step.context is not None]
     digests = [step.digest for step in steps if step.digest is not None]
     is_logged = bool(digests) and len(digests) == len(steps)
     drafted = None
@@ -387,6 +388,7 @@ def describe_drafts(judged: Verifications, request_id: int) -> dict[str, Any]:
         "per_step_accepted": accepted,
         "per_step_emitted": [step.emitted for step in steps] or None,
         "per_step_position": positions or None,
+        "per_step_context": contexts or None,
         "draft_hashes": [hashed for hashed, _ in digests] if is_logged else None,
         "num_draft_kv_read": [num_read for _, num_read in digests] if is_logged else None,
         "num_cancelled_draft_tokens": judged.num_cancelled.get(request_id),

@@ -21,9 +21,11 @@ from magicdec.records.describe import (
 )
 from magicdec.records.fields import Recorded
 from magicdec.records.metric_tables import (
+    OVER_PROMPTS,
     break_even_length,
     category_tables,
     fixed,
+    group_tables,
     has_enough,
     metric_columns,
     metric_rows,
@@ -139,13 +141,18 @@ def tables(records: Sequence[PassRecord], is_verbose: bool = True) -> list[Table
     )
     shares_prefill = any(record.shares_prefill for record in records)
     turns = [*session_tables(records), *turn_tables(records)]
-    categories = [
-        table for record in records for table in category_tables(record.name, record.metrics)
+    acceptance = [
+        table
+        for record in records
+        for table in (
+            *grown_tables(record),
+            *category_tables(record.name, record.metrics),
+        )
     ]
     if not shares_prefill:
         head = with_summary(head, records)
     if not is_verbose:
-        return [with_brief(head, records) if shares_prefill else head, *turns, *categories]
+        return [with_brief(head, records) if shares_prefill else head, *turns, *acceptance]
     rows = rows_of(records)
     parts = parts_of(records, rows)
     shown = [[records[place] for place in places] for places in parts]
@@ -159,7 +166,7 @@ def tables(records: Sequence[PassRecord], is_verbose: bool = True) -> list[Table
         *main,
         *turns,
         *(table for part in shown for table in context_tables(part)),
-        *categories,
+        *acceptance,
         *(table for record in records for table in detail_tables(record)),
     ]
 
@@ -310,6 +317,18 @@ def context_tables(records: Sequence[PassRecord]) -> list[Table]:
     label = Column("", is_text=True, key="metric")
     title = "; ".join([*mode_of(shown), "Acceptance by length of the prompt"])
     return [Table([label, *columns_of(shown)], rows, title=title)]
+
+
+def grown_tables(record: PassRecord) -> list[Table]:
+    """A table of acceptance by grown context, if a text became twice as long as its prompt."""
+    if all(request.output_len < request.prompt_len for request in record.requests):
+        return []
+    title = (
+        f"{record.name}: acceptance by the length of the text before the drafts, prompt included; "
+        f"{OVER_PROMPTS}"
+    )
+    groups = record.acceptance_by_grown_context
+    return group_tables(title, "tokens", groups, record.metrics)
 
 
 # What the table of sessions says of each pass, beside the acceptance of groups.

@@ -26,6 +26,7 @@ PIPE_CLOSED = 141  # 128 + SIGPIPE, as a shell reports it
 # only then)
 COMMANDS = {
     "run": ("decode prompts with a draft, and check every token", "drivers:RUN"),
+    "longdecode": ("`run` with outputs much longer than prompts", "drivers:LONG_DECODE"),
     "sweep": ("many runs, from a study file or from flags with several values", "sweep:main"),
     "latency": ("time single forwards at fixed cache lengths, over a grid", "latency:main"),
     "acceptance": (
@@ -74,6 +75,7 @@ LAST_GROUP = "Keep and check"  # also of commands that no group names
 GROUPS = {  # in which `magicdec --help` shows them
     "Start here": ("run", "advise", "doctor", "model get", "model convert"),
     "Compare ways of decoding": (
+        "longdecode",
         "serve",
         "inflight",
         "recurrent",

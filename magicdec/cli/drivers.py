@@ -3,6 +3,7 @@ decode in one way each with the suite's spellings of flags. Imports no torch.
 
     magicdec run --model checkpoints/Llama-3.2-1B --prefix_len 8192
     magicdec run --model meta-llama/Llama-3.1-8B --draft model:meta-llama/Llama-3.2-1B --nproc 2
+    magicdec longdecode --kv_policy verified --gamma 8
 
 A new way to run is a line in `DRIVERS`; `magicdec sweep` takes their names from it.
 """
@@ -26,7 +27,13 @@ from magicdec.cli.parsing.ignored import refuse_ignored
 from magicdec.cli.parsing.parser import ConfigFile, ParsedValues, Parser
 from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, DraftChoice, DraftSection, ModelSection
+from magicdec.config.sections import (
+    DecodingSection,
+    DraftChoice,
+    DraftSection,
+    ModelSection,
+    WorkloadSection,
+)
 from magicdec.config.setting import declared, same, setting
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
@@ -83,8 +90,9 @@ class Driver:
     def build_parser(self) -> Parser:
         sections: dict[str, Any] = {"file": ConfigFile()}
         if self.chooses_draft:
+            settled = ("drafter", "ignore_eos" if self.config.decoding.ignore_eos else None)
             only = {
-                "decoding": [name for name in declared(DecodingSection) if name != "drafter"],
+                "decoding": [name for name in declared(DecodingSection) if name not in settled],
                 "draft": [name for name in declared(DraftSection) if name != "model"],
             }
             sections |= {"drafts": DraftChoice(), **sections_of(self.config)}
@@ -174,6 +182,17 @@ RUN = Driver(
     RunConfig(draft=DraftSection()),
     chooses_draft=True,
 )
+LONG_DECODE = Driver(
+    "Decode outputs that are many times as long as their prompts, past any end token, as models "
+    "that reason do: `run` with other lengths. The table has acceptance by the length that the "
+    "text has grown to.",
+    RunConfig(
+        draft=DraftSection(),
+        decoding=DecodingSection(ignore_eos=True),
+        workload=WorkloadSection(prefix_len=1024, gen_len=16384, num_batches=1, warmup_batches=0),
+    ),
+    chooses_draft=True,
+)
 baseline = Driver(
     "Autoregressive decoding of long prompts: the baseline of every comparison.",
     RunConfig(decoding=DecodingSection(strategy=BASELINE)),
@@ -191,4 +210,10 @@ longspec = Driver(
         decoding=DecodingSection(strategy="speculative", drafter="model"),
     ),
 )
-DRIVERS = {"run": RUN, "baseline": baseline, "selfspec": selfspec, "longspec": longspec}
+DRIVERS = {
+    "run": RUN,
+    "longdecode": LONG_DECODE,
+    "baseline": baseline,
+    "selfspec": selfspec,
+    "longspec": longspec,
+}

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from magicdec.cli.parsing.parser import ParsedValues, Parser
+from magicdec.config.capabilities import policy_called
 from magicdec.config.choices.choice import How
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
@@ -248,6 +249,14 @@ def announce_limits(config: ResolvedConfig, prompt_len: int, output_len: int) ->
         lines.append(
             f"--gamma {decoding.gamma} is larger than the output of {output_len} tokens, so that "
             "the last drafts of every step are for nothing"
+        )
+    policy = policy_called(config.kv.policy)
+    num_chosen = config.kv.budget - config.kv.window_size
+    if policy.is_copied and not config.kv.reselect_every and output_len > num_chosen:
+        lines.append(
+            f"--kv_policy {config.kv.policy} chooses once, and after {num_chosen} of the "
+            f"{output_len} output tokens newer ones have replaced all that it chose; "
+            "--reselect_every chooses again"
         )
     for line in lines:
         print(line, file=sys.stderr, flush=True)

@@ -358,7 +358,7 @@ class WorkloadSection:
         metavar="LENGTH",
         least=1,
         other_defaults="1024 4096 16384 in latency and plan, 1024 4096 in acceptance, 512 2048 "
-        "in audit, 2048 in advise; those of a trace",
+        "in audit, 2048 in advise, 1024 in longdecode; those of a trace",
         synonyms=(
             "prompt_len",
             "input_len",
@@ -374,7 +374,7 @@ class WorkloadSection:
         "uniform:LOW:HIGH. Default: 64, or those of a trace.",
         metavar="LENGTH",
         least=1,
-        other_defaults="256 in acceptance",
+        other_defaults="256 in acceptance, 16384 in longdecode",
         synonyms=("max_new_tokens", "max_tokens", "output_len", "random_output_len", "new_tokens"),
     )
     num_batches: int | None = setting(
@@ -382,10 +382,13 @@ class WorkloadSection:
         f"Batches that are measured. Default: {DEFAULT_BATCHES}, or fewer where the text holds no "
         "more prompts. At least 3 give the speedups an interval.",
         least=1,
-        other_defaults="2 in gate save, 5 in advise",
+        other_defaults="2 in gate save, 5 in advise, 1 in longdecode",
     )
     warmup_batches: int = setting(
-        1, "Times that the first batch is decoded before measuring.", least=0
+        1,
+        "Times that the first batch is decoded before measuring.",
+        least=0,
+        other_defaults="0 in longdecode",
     )
     seed: int = setting(
         123,

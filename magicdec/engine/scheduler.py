@@ -107,7 +107,10 @@ class Scheduler:
 
     def commit(self, batch: Batch, output: StepOutput, now: float) -> StepOutput:
         """Append emitted tokens to requests, up to their end. Returns the output with the
-        appended tokens."""
+        appended tokens and, of a step that drafts, the lengths of the texts before it."""
+        contexts = None
+        if output.num_accepted is not None:
+            contexts = [len(r.prompt_ids) + len(r.output_ids) for r in batch.requests]
         appended = []
         times = output.emitted_s or [now] * len(batch.requests)
         for request, tokens, at in zip(batch.requests, output.token_ids, times, strict=True):
@@ -119,9 +122,9 @@ class Scheduler:
                 self._leave(request.row)
             elif new_tokens:
                 self.blocks.grow(request.row, request.num_cached)
-        if appended == output.token_ids:
+        if contexts is None and appended == output.token_ids:
             return output
-        return replace(output, token_ids=appended)
+        return replace(output, token_ids=appended, contexts=contexts)
 
     def rewind(self, requests: Sequence[Request]) -> None:
         """Go on with `requests`, which have rows, alone."""

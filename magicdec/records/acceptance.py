@@ -181,6 +181,12 @@ class Verification(NamedTuple):
     emitted: int  # tokens that it appended to the output
     digest: tuple[str, int] | None = None  # of what was drafted and read (`DraftLog`), if known
     position: int | None = None  # of the first draft in the text, where drafts run ahead
+    context: int | None = None  # tokens of the text before its drafts, where they follow it
+
+    @property
+    def num_before(self) -> int | None:
+        """The tokens of the text before the first draft, prompt included, if they are known."""
+        return self.context if self.position is None else self.position
 
 
 @dataclass(frozen=True)
@@ -355,9 +361,9 @@ class Verifications:
         emitted = map(len, output.token_ids)
         digests: Sequence[tuple[str, int] | None] = output.digests or [None] * len(request_ids)
         positions: Sequence[int | None] = output.draft_positions or [None] * len(request_ids)
-        accepted = output.num_accepted
-        row_counts = zip(request_ids, drafted, accepted, emitted, digests, positions, strict=True)
-        for counts in row_counts:
+        contexts: Sequence[int | None] = output.contexts or [None] * len(request_ids)
+        columns = (drafted, output.num_accepted, emitted, digests, positions, contexts)
+        for counts in zip(request_ids, *columns, strict=True):
             self.add(*counts)
 
     def use_digests(self, digests: Mapping[int, Sequence[tuple[str, int] | None]]) -> None:
@@ -376,11 +382,12 @@ class Verifications:
         emitted: int,
         digest: tuple[str, int] | None = None,
         position: int | None = None,
+        context: int | None = None,
     ) -> None:
         """A verification. A row without drafts has none."""
         if drafted:
-            verification = Verification(drafted, min(accepted, drafted), emitted, digest, position)
-            self.by_request[request_id].append(verification)
+            counts = drafted, min(accepted, drafted), emitted
+            self.by_request[request_id].append(Verification(*counts, digest, position, context))
 
 
 @dataclass(frozen=True)
@@ -579,7 +586,7 @@ def acceptance_by(
     """The acceptance of each group, by its name in the order of the alphabet. `groups` has the name
     of the group of request 0, 1, ...; a request without one is in none."""
     return {
-        name: _acceptance_of_group(verifications.subset(members), len(members))
+        name: acceptance_of_group(verifications.subset(members), len(members))
         for name, members in members_of(groups).items()
     }
 
@@ -591,7 +598,8 @@ def members_of(groups: Sequence[str | None]) -> dict[str, list[int]]:
     return {name: [i for i, group in enumerate(groups) if group == name] for name in names}
 
 
-def _acceptance_of_group(verifications: Verifications, num_prompts: int) -> GroupAcceptance:
+def acceptance_of_group(verifications: Verifications, num_prompts: int) -> GroupAcceptance:
+    """The acceptance of the requests 0 to `num_prompts` - 1."""
     found: dict[str, Any] = metrics_of(counts_of(verifications, num_prompts)) or NOTHING_DRAFTED
     names = {field.name for field in fields(GroupAcceptance)}
     kept = {name: value for name, value in found.items() if name in names}

@@ -20,10 +20,12 @@ from magicdec.records.acceptance import (
     Verifications,
     acceptance_by,
     acceptance_metrics,
+    acceptance_of_group,
 )
 from magicdec.records.intervals import ratio_interval, speed_interval
 from magicdec.records.metrics import (
     FIRST_CONTEXT,
+    FIRST_GROWN,
     ContextAcceptance,
     PassMetrics,
     TurnTimes,
@@ -481,6 +483,7 @@ def acceptances_by_group(requests: Sequence[RequestRecord]) -> dict[str, Any]:
         "acceptance_by_context": acceptance_by_context(requests, verifications),
         "acceptance_by_turn": acceptance_by_turn(requests, verifications),
         "acceptance_by_hit": acceptance_by_hit(requests, verifications),
+        "acceptance_by_grown_context": acceptance_by_grown_context(verifications),
     }
 
 
@@ -517,6 +520,36 @@ def acceptance_by_context(
     return (
         groups if any(group.num_draft_tokens or group.num_spec_steps for group in groups) else None
     )
+
+
+def acceptance_by_grown_context(
+    verifications: Verifications,
+) -> dict[str, GroupAcceptance] | None:
+    """The acceptance by the length that the text had before the drafts, so that one request is in
+    several groups; None where it is not known of every verification."""
+    groups = dict[int, Verifications]()
+    for request, steps in verifications.by_request.items():
+        for step in steps:
+            if step.num_before is None:
+                return None
+            most = longest_with(step.num_before)
+            groups.setdefault(most, Verifications()).by_request[request].append(step)
+    return {
+        texts_up_to(most): acceptance_of_group(
+            group.subset([*group.by_request]), len(group.by_request)
+        )
+        for most, group in sorted(groups.items())
+    } or None
+
+
+def longest_with(context: int) -> int:
+    """The length of the longest texts that are in one group with a text of this length."""
+    return max(FIRST_GROWN, 1 << (context - 1).bit_length())
+
+
+def texts_up_to(most: int) -> str:
+    """The name of the group whose longest texts have this length."""
+    return f"up to {most}" if most == FIRST_GROWN else f"{most // 2 + 1} to {most}"
 
 
 def summary(name: str, values: Sequence[float]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from magicdec.output.tables import RULE, Column, Shown, Table
@@ -68,29 +68,37 @@ def metric_columns(
     return columns, rows
 
 
-OVER_PROMPTS = (
-    "acceptance by category; in brackets 95 % intervals over prompts, of which at least 4 were "
-    "drafted for"
-)
+OVER_PROMPTS = "in brackets 95 % intervals over prompts, of which at least 4 were drafted for"
 
 
 def category_tables(name: str, metrics: AcceptanceMetrics | None) -> list[Table]:
     """The acceptance of each category of the prompts of a pass, and of all prompts; none without
     categories."""
     by_category = None if metrics is None else metrics.acceptance_by_category
-    if not by_category:
+    title = f"{name}: acceptance by category; {OVER_PROMPTS}"
+    return group_tables(title, "category", by_category, metrics)
+
+
+def group_tables(
+    title: str,
+    label: str,
+    groups: Mapping[str, GroupAcceptance] | None,
+    metrics: AcceptanceMetrics | None,
+) -> list[Table]:
+    """The acceptance of groups, a row for each, and that of all prompts; none without groups."""
+    if not groups:
         return []
-    columns, rows = metric_columns(GroupAcceptance, list(by_category.values()))
-    fields = _labelled(GroupAcceptance, list(by_category.values()))
+    columns, rows = metric_columns(GroupAcceptance, list(groups.values()))
+    fields = _labelled(GroupAcceptance, list(groups.values()))
     all_prompts = [
         cell(metrics, key, about) if hasattr(metrics, key) else None for key, about in fields
     ]
-    named = [[category, *cells] for category, cells in zip(by_category, rows, strict=True)]
+    named = [[group, *cells] for group, cells in zip(groups, rows, strict=True)]
     return [
         Table(
-            [Column("category", is_text=True), *columns],
+            [Column(label, is_text=True), *columns],
             [*named, RULE, ["all prompts", *all_prompts]],
-            title=f"{name}: {OVER_PROMPTS}",
+            title=title,
         )
     ]
 

@@ -17,6 +17,7 @@ from magicdec.records.intervals import FEWEST_BATCHES
 
 SUFFIX = "_interval"  # of the name of a metric, for that of its interval
 FIRST_CONTEXT = 2048  # tokens of the longest prompts of the first group by context
+FIRST_GROWN = 512  # tokens of the longest texts of the first group by grown context
 CHANCE = "; with random weights, where drafted"
 ONE_TOKEN = "if every request has a single output token"
 NOT_TIMED = "if no step decodes, or in modes whose steps wait for each other"

@@ -29,6 +29,7 @@ from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.metrics import (
     COUNTED_ELSEWHERE,
     FIRST_CONTEXT,
+    FIRST_GROWN,
     NO_HASHES,
     NO_OFFLOAD,
     NO_PREFIXES,
@@ -128,6 +129,11 @@ class RequestRecord(RecordPart):
         "tokens",
         null=NO_VERIFICATIONS + "; where drafts follow the newest token",
     )
+    per_step_context: list[int] | None = recorded(
+        "length of the text before these draft tokens, prompt included",
+        "tokens",
+        null=f"{NO_VERIFICATIONS}; {COUNTED_ELSEWHERE}; where drafts run ahead",
+    )
     draft_hashes: list[str] | None = recorded(
         "of each of these verifications the hash of the tokens that were drafted, and that of the "
         "positions that the draft forwards read, in each layer and KV head; four hexadecimal "
@@ -204,12 +210,14 @@ class RequestRecord(RecordPart):
         if self.draft_hashes is not None and self.num_draft_kv_read is not None:
             digests = zip(self.draft_hashes, self.num_draft_kv_read, strict=True)
         positions: Iterable[int | None] = self.per_step_position or [None] * count
+        contexts: Iterable[int | None] = self.per_step_context or [None] * count
         columns = (
             self.per_step_drafted or (),
             self.per_step_accepted or (),
             self.per_step_emitted,
             digests,
             positions,
+            contexts,
         )
         return [Verification(*counts) for counts in zip(*columns, strict=True)]
 
@@ -387,6 +395,13 @@ class PassRecord(JudgedRecord):
         "and so on; groups without a request are left out",
         null="if nothing was drafted; with random weights; if a server reports it of the whole "
         "pass alone; if `mismatch` or `failed`",
+    )
+    acceptance_by_grown_context: dict[str, GroupAcceptance] | None = recorded(
+        "acceptance of the verifications by the length that the text had before their drafts, "
+        f"prompt included: `up to {FIRST_GROWN}`, `{FIRST_GROWN + 1} to {2 * FIRST_GROWN}` tokens, "
+        "and so on, each group to twice as many as the one before; the prompts of a group are "
+        "those that were drafted for there",
+        null=f"{NO_GROUPS}; {COUNTED_ELSEWHERE}",
     )
     memory: MemoryRecord | None = recorded(
         "the planned and the measured memory of all ranks together",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
+from operator import le
 from typing import Any
 
 from magicdec.records.acceptance import ReportedCounts
@@ -32,6 +33,7 @@ ADDED_LATER = (
     "theoretical_hit_rate",
     "acceptance_by_turn",
     "acceptance_by_hit",
+    "acceptance_by_grown_context",
 )
 ADDED_TO_TURNS = ("_tpot_ms",)
 RATIO_METRICS = (
@@ -179,6 +181,7 @@ def contradiction_in(request: RequestRecord) -> str | None:
             name: not has_steps or getattr(request, name) in (None, count)
             for name, count in sums.items()
         },
+        "per_step_context": has_room_for(request),
         "acceptance_histogram": histogram is None
         or (
             len(histogram) <= MOST_DRAFTS
@@ -186,6 +189,20 @@ def contradiction_in(request: RequestRecord) -> str | None:
         ),
     }
     return next((name for name, is_right in holds.items() if not is_right), None)
+
+
+def has_room_for(request: RequestRecord) -> bool:
+    """Whether its verifications may have been where the request says: after the prompt and a token,
+    one after the other, with the tokens that each has emitted between."""
+    contexts = request.per_step_context
+    emitted = request.per_step_emitted
+    if contexts is None or emitted is None:
+        return contexts is None
+    if len(contexts) != len(emitted):
+        return False
+    ends = [start + count for start, count in zip(contexts, emitted, strict=True)]
+    last = request.prompt_len + request.output_len
+    return all(map(le, [request.prompt_len + 1, *ends], [*contexts, last]))
 
 
 def conditions(record: PassRecord, metrics: PassMetrics) -> Iterator[tuple[str, bool]]:

@@ -280,6 +280,9 @@ class StepOutput:
     # Of each request, the position of its first draft in its text; None where drafts follow the
     # newest token.
     draft_positions: list[int] | None = None
+    # Of each request, the tokens of its text before the step, prompt included; None without drafts,
+    # and where these do not follow the newest token.
+    contexts: list[int] | None = None
     # Of each request, the probabilities that its first 1, 2, ... drafts are accepted; None where
     # drafts are only counted.
     acceptance: list[list[float]] | None = None

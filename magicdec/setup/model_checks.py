@@ -315,5 +315,6 @@ def check_length(flags_text: str, length: int, flag: str, source: ModelSource) -
         dynamic = model.positions == "rope" and model.rope.rope_type == "dynamic"
         why = "; dynamic RoPE scaling beyond them would change cached keys" if dynamic else ""
         raise ValueError(
-            f"{flags_text} exceeds the {model.max_length} positions of {flag} {source.name}{why}"
+            f"{flags_text} exceeds the {model.max_length} positions of {flag} {source.name}{why}; "
+            f"{length - model.max_length} tokens fewer fit"
         )

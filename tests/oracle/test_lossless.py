@@ -30,6 +30,7 @@ from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.engine.engine import Engine
 from magicdec.kv.cache import BatchRows, Lengths
+from magicdec.names import KV_POLICIES
 from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.request import Batch
 from magicdec.speculation.draft_kv import DraftKV
@@ -130,6 +131,19 @@ def test_tokens_far_past_the_window_are_the_baselines(
         assert found.draft.runner is not None
         shape = found.draft.runner.cache.shape
         assert shape.num_blocks * shape.block_size < 2 * 120, "the draft's storage is bounded"
+
+
+GROWN = [KVSection(policy, 33, 4, 6, recent_window=5) for policy in KV_POLICIES]
+RENEWED = replace(GROWN[list(KV_POLICIES).index("snapkv")], reselect_every=20)
+
+
+@pytest.mark.parametrize("kv", [*GROWN, RENEWED], ids=str)
+def test_tokens_are_the_baselines_when_the_cache_grows_to_8_times_the_prompt(kv: KVSection) -> None:
+    """As of models that reason: what a policy chose of the prompt is a small part of the text, or
+    gone."""
+    found = speculate(tiny_transformer(seed=1), kv, 3, lengths=[40, 37], num_new=290, seed=4)
+    assert found.accepts_all == (kv.policy == "full")
+    assert found.accepts_all or {0, 3} <= found.counts, "some drafts were refused, some were not"
 
 
 @pytest.mark.parametrize("gamma", [1, 30])

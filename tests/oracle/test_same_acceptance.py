@@ -72,13 +72,15 @@ def served(command: Command, folder: Path, *modes: str) -> dict[str, dict[str, A
 
 def steps_of(record: dict[str, Any]) -> dict[int, list[Verification]]:
     columns = ("per_step_drafted", "per_step_accepted", "per_step_emitted")
-    return {
-        number: [
-            Verification(*counts)
-            for counts in zip(*(request[name] or () for name in columns), strict=True)
+    found = {}
+    for number, request in enumerate(record["requests"]):
+        counts = [request[name] or () for name in columns]
+        contexts = request["per_step_context"] or [None] * len(counts[0])
+        found[number] = [
+            Verification(*step, context=context)
+            for *step, context in zip(*counts, contexts, strict=True)
         ]
-        for number, request in enumerate(record["requests"])
-    }
+    return found
 
 
 def test_every_mode_has_the_acceptance_of_a_run(command: Command, folder: Path) -> None:

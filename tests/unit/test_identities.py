@@ -144,6 +144,7 @@ FAULTS = {
             "requests__2__per_step_drafted": [2],
             "requests__2__per_step_accepted": [1],
             "requests__2__per_step_emitted": [2],
+            "requests__2__per_step_context": None,
         },
         "rows is 2, but running requests is 1",
     ),

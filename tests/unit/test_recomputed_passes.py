@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 from conftest import Command
 from identities import check_command, check_metrics
-from recomputed_metrics import ITL, acceptance_by_category, contexts_of, metrics_of, turns_of
+from recomputed_metrics import (
+    ITL,
+    acceptance_by_category,
+    contexts_of,
+    grown_of,
+    metrics_of,
+    turns_of,
+)
 from synthetic_records import (
+    AHEAD,
     BASELINES,
     KINDS,
     PLAIN,
@@ -27,7 +35,7 @@ from magicdec.records.acceptance import GroupAcceptance
 from magicdec.records.metrics import ContextAcceptance, PassMetrics, TurnTimes
 from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import read_records
-from magicdec.records.recomputing import unfounded_metric
+from magicdec.records.recomputing import follows, unfounded_metric
 from magicdec.records.record import Record
 
 # Of which other values can have been measured, too.
@@ -134,6 +142,25 @@ def test_a_number_that_was_edited_is_named(name: str) -> None:
             assert unfounded_metric(replace(record, **{part: edited}), command) == part, path
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_groups_by_grown_context_are_those_of_the_verifications(kind: str) -> None:
+    """By name and number; a server does not say where its verifications were."""
+    record = served(kind)
+    found = record.acceptance_by_grown_context
+    expected = grown_of(record)
+    assert (expected is None) == (kind not in (STEPS, AHEAD, TURNS))
+    if found is None or expected is None:
+        assert found is expected is None
+        return
+    assert len(found) > 3 and list(found) == list(expected)
+    for name, group in found.items():
+        values = asdict(group)
+        assert follows(values, {key: expected[name][key] for key in values}), name
+        edited = found | {name: replace(group, num_draft_tokens=(group.num_draft_tokens or 0) + 1)}
+        wrong = replace(record, acceptance_by_grown_context=edited)
+        assert unfounded_metric(wrong) == "acceptance_by_grown_context"
+
+
 def test_ratios_are_known_beside_their_reference_alone() -> None:
     record = drawn_command()[-1]
     assert record.metrics is not None
@@ -153,6 +180,8 @@ def test_a_request_that_contradicts_itself_is_named() -> None:
         ("acceptance_histogram", [1, *request.acceptance_histogram]),
         ("per_step_drafted", [1 << 40] * len(request.per_step_drafted or ())),
         ("per_step_accepted", [9] * len(request.per_step_accepted or ())),
+        ("per_step_context", [n + 1 for n in request.per_step_context or ()]),
+        ("per_step_context", [n - 1 for n in request.per_step_context or ()]),
         ("output_len", 0),
     ):
         requests = [*record.requests]

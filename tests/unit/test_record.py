@@ -209,6 +209,7 @@ NAMED = {
     "metrics.acceptance_by_category": "<category>",
     "acceptance_by_turn": "<turns>",
     "acceptance_by_hit": "<hit>",
+    "acceptance_by_grown_context": "<tokens>",
 }
 DETAIL = "details"  # whose keys are those of the class of its kind
 

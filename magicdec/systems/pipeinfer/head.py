@@ -313,13 +313,15 @@ class Head:
             drafted = None if run is None else [run.num_drafted]
             accepted = None if run is None else [run.num_accepted]
             longest = 0 if run is None else run.num_drafted
+            position = None if run is None else [run.position]
             output = StepOutput(
                 [tokens],
                 longest,
                 accepted,
                 drafted,
                 num_cancelled=[num_cancelled],
-                draft_positions=[run.position] if run is not None and runs_ahead else None,
+                draft_positions=position if runs_ahead else None,
+                contexts=None if runs_ahead else position,
             )
             self.observe([request.request_id], output, seconds)
             tokens = []

@@ -381,8 +381,8 @@ PROPERTIES = (
             Fault(
                 "accepted padding counted",
                 "records/acceptance.py",
-                "min(accepted, drafted), emitted, digest, position)",
-                "accepted, emitted, digest, position)",
+                "counts = drafted, min(accepted, drafted), emitted",
+                "counts = drafted, accepted, emitted",
             ),
             Fault(
                 "rounds counted twice",

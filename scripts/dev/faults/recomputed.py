@@ -6,6 +6,7 @@ from __future__ import annotations
 from faults.fault import Fault, Property
 
 PASSES = "test_recomputed_passes.py::"
+LONG = "test_long_decode.py::"
 PAIRS = "test_interval_pairs.py::"
 RANKS = "test_ranks_that_differ.py::"
 STREAMS = "test_stream_times.py::"
@@ -146,6 +147,42 @@ PROPERTIES = (
                 "records/computing.py",
                 "sum(sum(request.joined_prefix_tokens or ()) for request in known)",
                 "sum(request.num_looked_up_tokens or 0 for request in known)",
+            ),
+        ),
+    ),
+    Property(
+        "A verification is in the group by grown context that names the length of its text.",
+        f"{LONG}test_a_text_is_in_the_group_that_names_its_length",
+        (
+            Fault(
+                "a text as long as its group allows in the next group",
+                "records/computing.py",
+                "1 << (context - 1).bit_length()",
+                "1 << context.bit_length()",
+            ),
+            Fault(
+                "verifications whose place is not known left out",
+                "records/computing.py",
+                "            if step.num_before is None:\n                return None\n",
+                "            if step.num_before is None:\n                continue\n",
+            ),
+        ),
+    ),
+    Property(
+        "A step says how long the texts were before it, prompt included.",
+        f"{LONG}test_a_step_says_how_long_the_texts_were_before_it",
+        (
+            Fault(
+                "lengths of outputs",
+                "engine/scheduler.py",
+                "len(r.prompt_ids) + len(r.output_ids) for r",
+                "len(r.output_ids) for r",
+            ),
+            Fault(
+                "lengths of what is cached",
+                "engine/scheduler.py",
+                "len(r.prompt_ids) + len(r.output_ids) for r",
+                "r.num_cached for r",
             ),
         ),
     ),

@@ -509,8 +509,8 @@ PROPERTIES = (
             Fault(
                 "the prompts of the batch's beginning",
                 "records/acceptance.py",
-                "name: _acceptance_of_group(verifications.subset(members), len(members))",
-                "name: _acceptance_of_group(verifications, len(members))",
+                "name: acceptance_of_group(verifications.subset(members), len(members))",
+                "name: acceptance_of_group(verifications, len(members))",
             ),
         ),
     ),

@@ -104,8 +104,8 @@ PROPERTIES = (
             Fault(
                 "the output of a step not cut",
                 "engine/scheduler.py",
-                "return replace(output, token_ids=appended)",
-                "return output",
+                "return replace(output, token_ids=appended, contexts=contexts)",
+                "return replace(output, contexts=contexts)",
             ),
             Fault(
                 "a request ends a token late",
@@ -122,8 +122,8 @@ PROPERTIES = (
             Fault(
                 "a step's rows taken from the first request on",
                 "records/acceptance.py",
-                "row_counts = zip(request_ids, drafted,",
-                "row_counts = zip(range(len(drafted)), drafted,",
+                "in zip(request_ids, *columns, strict=True)",
+                "in zip(range(len(drafted)), *columns, strict=True)",
             ),
         ),
     ),
