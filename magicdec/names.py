@@ -89,8 +89,10 @@ AUDIT_CHECKS = {
     "greedy": "magicdec.bench.audit.greedy:check",
     "counters": "magicdec.bench.audit.counters:check",
     "state": "magicdec.bench.audit.states:check",
+    "preemption": "magicdec.bench.audit.preemption:check",
     "sampling": "magicdec.bench.audit.sampling:check",
 }
+PREEMPTION_CHECK = "preemption"
 PAYS_CHECK = "pays"
 # The kinds of records, which all commands append to one file, by their key `kind`.
 RECORDS = {

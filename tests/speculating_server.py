@@ -53,6 +53,8 @@ COUNTER_FAULTS = (
     "drafts counted that were not judged",
     "bonus tokens counted as accepted",
     "counters of cancelled drafts",
+    "accepted tokens a step in place of a rate",
+    "acceptance length without the bonus token",
 )
 STATE_FAULTS = (
     "draft state lost at a hit",
@@ -60,7 +62,17 @@ STATE_FAULTS = (
     "draft decays",
     "more drafts than the head was trained for",
 )
-FAULTS = (*GREEDY_FAULTS, *SAMPLING_FAULTS, *COUNTER_FAULTS, *STATE_FAULTS)
+PREEMPTION_FAULTS = (
+    "stale KV after a preemption",
+    "draft state lost at a preemption",
+)
+FAULTS = (
+    *GREEDY_FAULTS,
+    *SAMPLING_FAULTS,
+    *COUNTER_FAULTS,
+    *STATE_FAULTS,
+    *PREEMPTION_FAULTS,
+)
 
 
 @dataclass
@@ -94,7 +106,8 @@ def look_up(text: Sequence[int]) -> list[int]:
 @dataclass
 class SpeculatingServer:
     """`fault` is one of `FAULTS`; `speculates` without it decodes token by token. `lacks` names
-    what it does not do: scores, texts, ids, counts."""
+    what it does not do: scores, texts, ids, counts. Where the requests together need the KV of more
+    tokens than `room`, the newest one loses its KV, and continues when it fits again."""
 
     fault: str = ""
     speculates: bool = True
@@ -104,6 +117,8 @@ class SpeculatingServer:
     sharpness: float = SCALE
     step_s: float = 0.0  # that a decode step takes
     draft_s: float = 0.0  # that it takes more with drafts
+    room: int | None = None
+    prefix: str = "vllm:"  # of its counters
     dies_after: int | None = None  # requests, of a program
     address: str = ""
     counts: Counter[str] = field(default_factory=Counter)
@@ -113,6 +128,9 @@ class SpeculatingServer:
     num_served: int = 0
     was_cancelled: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
+    held: dict[int, int] = field(default_factory=dict)  # tokens in the KV of each request
+    num_entered: int = 0
+    has_room: threading.Condition = field(default_factory=threading.Condition)
     tables: dict[tuple[int, ...], Logits] = field(default_factory=dict)
     lucks: dict[tuple[int, ...], float] = field(default_factory=dict)
 
@@ -144,9 +162,17 @@ class SpeculatingServer:
 
     def decode(self, asked: Asked) -> Iterator[Step]:
         """The steps of an answer; the first has the token of the prompt's forward."""
+        number = self.enter(len(asked.prompt))
+        try:
+            yield from self.decode_with_kv(asked, number)
+        finally:
+            self.leave(number)
+
+    def decode_with_kv(self, asked: Asked, number: int) -> Iterator[Step]:
         random = np.random.default_rng([asked.seed, 3, *asked.prompt[-ORDER:]])
         is_hit = asked.is_cached and tuple(asked.prompt) in self.known
         self.known.add(tuple(asked.prompt))
+        is_lost = self.fault == "draft state lost at a hit" and is_hit
         is_mixed = self.fault == "mixed rows" and asked.is_cached and asked.max_tokens > 1
         is_mixed = is_mixed and self.meets_others()
         cache = list(asked.prompt)
@@ -162,7 +188,11 @@ class SpeculatingServer:
                 output.append(token)
                 yield Step([token], 0, 0)
                 continue
-            draft = self.draft(cache, is_hit)
+            if self.is_preempted(number, len(cache)):
+                is_lost = self.fault == "draft state lost at a preemption"
+                if self.fault == "stale KV after a preemption":
+                    cache[-1] = cache[-2]
+            draft = self.draft(cache, is_lost)
             logits = [
                 self.logits([*cache, *draft[:n]], len(cache) + n + shift)
                 for n in range(len(draft) + 1)
@@ -180,6 +210,38 @@ class SpeculatingServer:
             output += new
             yield Step(new, len(draft), count)
 
+    # The room for KV.
+
+    def enter(self, size: int) -> int:
+        """Take the KV of a prompt as soon as there is room. Returns a number for its request."""
+        with self.has_room:
+            self.has_room.wait_for(lambda: self.fits(size), PATIENCE_S)
+            self.num_entered += 1
+            self.held[self.num_entered] = size
+            return self.num_entered
+
+    def fits(self, size: int) -> bool:
+        return self.room is None or sum(self.held.values()) + size <= self.room
+
+    def is_preempted(self, number: int, size: int) -> bool:
+        """Whether a request, whose text has grown to so many tokens, lost its KV and waited."""
+        with self.has_room:
+            self.held[number] = 0
+            if self.fits(size) or number < max(self.held) or len(self.held) == 1:
+                self.held[number] = size
+                return False
+            del self.held[number]
+            self.counts["preemptions"] += 1
+            self.has_room.notify_all()
+            self.has_room.wait_for(lambda: self.fits(size), PATIENCE_S)
+            self.held[number] = size
+            return True
+
+    def leave(self, number: int) -> None:
+        with self.has_room:
+            del self.held[number]
+            self.has_room.notify_all()
+
     def meets_others(self) -> bool:
         """Whether another request is open, or is soon."""
         end_s = time.monotonic() + MEETING_S
@@ -192,11 +254,10 @@ class SpeculatingServer:
             return int(np.argmax(logits))
         return int(random.choice(VOCABULARY, p=self.distribution(logits, asked)))
 
-    def draft(self, cache: Sequence[int], is_hit: bool) -> list[int]:
+    def draft(self, cache: Sequence[int], is_lost: bool) -> list[int]:
         if self.looks_up:
             return look_up(cache)
         found = list[int]()
-        is_lost = self.fault == "draft state lost at a hit" and is_hit
         is_lost |= self.fault == CANCELLATION and self.was_cancelled
         chance = RIGHT
         if self.fault == "draft decays":
@@ -246,8 +307,8 @@ class SpeculatingServer:
 
     # Counts.
 
-    def reported(self, steps: Sequence[Step]) -> dict[str, int] | None:
-        """What an answer says of its drafts; None if nothing was drafted."""
+    def reported(self, steps: Sequence[Step]) -> dict[str, Any] | None:
+        """What an answer says of its drafts, with their rates; None if nothing was drafted."""
         judged = [step for step in steps if step.num_drafted]
         drafted = sum(step.num_drafted for step in judged)
         accepted = sum(step.num_accepted for step in judged)
@@ -259,7 +320,13 @@ class SpeculatingServer:
             drafted += 3 * GAMMA * len(judged) + GAMMA
         if not drafted:
             return None
-        return {"verified": len(judged), "drafted": drafted, "accepted": accepted}
+        rate, length = accepted / drafted, 1 + accepted / len(judged)
+        if self.fault == "accepted tokens a step in place of a rate":
+            rate = accepted / len(judged)
+        if self.fault == "acceptance length without the bonus token":
+            length -= 1
+        counts = {"verified": len(judged), "drafted": drafted, "accepted": accepted}
+        return counts | {"rate": rate, "length": length}
 
     def count(self, steps: Sequence[Step]) -> None:
         judged = [step for step in steps if step.num_drafted]
@@ -271,8 +338,11 @@ class SpeculatingServer:
             self.counts["drafted"] += GAMMA * len(judged)
 
     def metrics(self) -> str:
-        name = "vllm:spec_decode_num"
-        lines = [f"vllm:generation_tokens_total {self.counts['tokens']}"]
+        name = f"{self.prefix}spec_decode_num"
+        lines = [
+            f"{self.prefix}generation_tokens_total {self.counts['tokens']}",
+            f"{self.prefix}num_preemptions_total {self.counts['preemptions']}",
+        ]
         if self.speculates:
             lines += [
                 f"{name}_drafts_total {self.counts['verified']}",
@@ -451,6 +521,8 @@ class SpeculatingHandler(BaseHTTPRequestHandler):
                     "num_draft_tokens": found["drafted"],
                     "num_accepted_draft_tokens": found["accepted"],
                     "num_spec_steps": found["verified"],
+                    "draft_acceptance_rate": found["rate"],
+                    "mean_acceptance_length": found["length"],
                 }
             }
         yield last
@@ -513,6 +585,8 @@ class SpeculatingHandler(BaseHTTPRequestHandler):
                 "spec_verify_ct": found["verified"],
                 "spec_num_correct_drafts": found["accepted"],
                 "spec_num_proposed_drafts": found["drafted"],
+                "spec_accept_rate": found["rate"],
+                "spec_accept_length": len(output) / found["verified"],
             }
         yield {"text": "", "output_ids": output, "meta_info": info}
         yield "[DONE]"

@@ -36,7 +36,7 @@ from magicdec.config.masking import masked
 from magicdec.config.sections import OutputSection, PictureSection, SamplingSection, WorkloadSection
 from magicdec.config.setting import same, setting
 from magicdec.distributed.groups import Launch
-from magicdec.names import OPENAI_API, PAYS_CHECK, SERVER_APIS, load_object
+from magicdec.names import OPENAI_API, PAYS_CHECK, PREEMPTION_CHECK, SERVER_APIS, load_object
 from magicdec.output.figures import check_picture
 from magicdec.output.tables import print_tables
 from magicdec.output.writing import check_files, check_record_file, to_json, write_text
@@ -96,8 +96,8 @@ class AuditFlags:
     concurrency: tuple[int, ...] = same(ServeOptions, "concurrency", (1, 8), is_set=True)
     checks: tuple[str, ...] | None = setting(
         None,
-        "What is checked. Default: all that can be, which is pays with --arm, and the others with "
-        "--endpoint.",
+        "What is checked. Default: all that can be, which is pays with --arm, preemption with "
+        "--preemption_concurrency, and the others with --endpoint.",
         choices=CHECKS,
     )
     temperature: tuple[float, ...] = same(
@@ -105,6 +105,13 @@ class AuditFlags:
     )
     top_k: int = same(SamplingSection, "top_k")
     top_p: float = same(SamplingSection, "top_p")
+    preemption_concurrency: int | None = setting(
+        None,
+        "So many requests at once that the KV cache of the server has no room for all, for the "
+        "check preemption: those that lose their KV to others must go on as if alone. "
+        "--endpoint_metrics says how many do.",
+        least=2,
+    )
     num_places: int = setting(2, "Places at which tokens are sampled.", least=1)
     total_variation: float = setting(
         0.1,
@@ -233,9 +240,14 @@ def say(line: str) -> None:
 
 def checks_of(args: AuditFlags) -> tuple[str, ...]:
     """What is checked. Raises ValueError for what cannot be, and for servers that no check asks."""
-    can_be = [
-        name for name in CHECKS if (args.arm if name == PAYS_CHECK else args.endpoint) is not None
-    ]
+    needs = dict.fromkeys(CHECKS, (args.endpoint, "--endpoint URL")) | {
+        PREEMPTION_CHECK: (
+            args.endpoint and args.preemption_concurrency,
+            "--endpoint URL and --preemption_concurrency N",
+        ),
+        PAYS_CHECK: (args.arm, "--arm plain=URL drafts=URL"),
+    }
+    can_be = [name for name, (value, _) in needs.items() if value is not None]
     checks = args.checks or tuple(can_be)
     if not checks:
         raise ValueError(
@@ -244,12 +256,22 @@ def checks_of(args: AuditFlags) -> tuple[str, ...]:
         )
     for name in checks:
         if name not in can_be:
-            flag = "--arm plain=URL drafts=URL" if name == PAYS_CHECK else "--endpoint URL"
-            raise ValueError(f"--checks {name} needs {flag}")
+            raise ValueError(f"--checks {name} needs {needs[name][1]}")
     if args.arm is not None and PAYS_CHECK not in checks:
         raise ValueError(
             f"--arm is for the check {PAYS_CHECK}; add it to --checks, or leave --arm out"
         )
+    if args.preemption_concurrency is not None:
+        flag = f"--preemption_concurrency {args.preemption_concurrency}"
+        if PREEMPTION_CHECK not in checks:
+            raise ValueError(
+                f"{flag} is for the check {PREEMPTION_CHECK}; add it to --checks, or leave it out"
+            )
+        if args.endpoint_metrics is None:
+            raise ValueError(
+                f"{flag} needs --endpoint_metrics URL, whose counters say whether requests were "
+                "preempted"
+            )
     others = {
         "--endpoint": args.endpoint,
         "--plain": args.plain,
@@ -378,6 +400,7 @@ def plan_of(args: AuditFlags, server: AuditedServer) -> AuditPlan:
         num_places=args.num_places,
         total_variation=args.total_variation,
         most_judged=args.judged,
+        preemption_concurrency=args.preemption_concurrency,
     )
 
 
@@ -436,6 +459,7 @@ def record_of(
         noise=[] if noise is None else noise.pairs,
         tolerance=None if noise is None else noise.tolerance,
         greedy=[] if audit is None else audit.greedy,
+        wrong=[] if audit is None else audit.wrong,
         sampled=[] if audit is None else audit.sampled,
         states=[] if audit is None else audit.states,
         arms=[] if arms is None else arms.cells,

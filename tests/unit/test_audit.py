@@ -16,6 +16,7 @@ from speculating_server import (
     COUNTER_FAULTS,
     FAULTS,
     GREEDY_FAULTS,
+    PREEMPTION_FAULTS,
     SAMPLING_FAULTS,
     STATE_FAULTS,
     SpeculatingServer,
@@ -25,7 +26,7 @@ from magicdec.bench.audit.record import AuditRecord
 from magicdec.names import AUDIT_CHECKS
 from magicdec.records.reading import read_records
 
-GREEDY, COUNTERS, STATE, SAMPLING = AUDIT_CHECKS
+GREEDY, COUNTERS, STATE, PREEMPTION, SAMPLING = AUDIT_CHECKS
 SMALL = ["--prefix_len", 48, "--gen_len", 40, "--concurrency", 1, 4, "--total_variation", 0.25]
 
 
@@ -106,11 +107,15 @@ def test_a_sound_server_is_clean(audit: Auditing, api: str) -> None:
     assert found.record.program == {"openai": "vllm"}.get(api, api)
 
 
-# Which flags show a fault, and in which check it has which name.
+# Of a server with room for some of so many requests, which take turns.
+CROWDED = ["--preemption_concurrency", 12]
+SMALL_SERVER = {"room": 300, "step_s": 0.01}
+# Which flags show a fault of which server, and in which check it has which name.
 FLAGS = {
     "top-k after acceptance": ["--top_k", 3, "--total_variation", 0.12],
     "draft state lost at a cancellation": ["--concurrency", 1],
-}
+} | dict.fromkeys(PREEMPTION_FAULTS, CROWDED)
+SERVERS: dict[str, dict[str, Any]] = dict.fromkeys(PREEMPTION_FAULTS, SMALL_SERVER)
 CHECK_OF = (
     dict.fromkeys(GREEDY_FAULTS, (GREEDY, "tokens"))
     | dict.fromkeys(SAMPLING_FAULTS, (SAMPLING, "distribution"))
@@ -120,6 +125,10 @@ CHECK_OF = (
         "drafts counted that were not judged": (COUNTERS, "drafts never judged"),
         "bonus tokens counted as accepted": (COUNTERS, "double counts"),
         "counters of cancelled drafts": (COUNTERS, "counters"),
+        "accepted tokens a step in place of a rate": (COUNTERS, "rate above 1"),
+        "acceptance length without the bonus token": (COUNTERS, "acceptance length"),
+        "stale KV after a preemption": (PREEMPTION, "tokens after a preemption"),
+        "draft state lost at a preemption": (PREEMPTION, "acceptance after a preemption"),
         "draft state lost at a hit": (STATE, "acceptance after a cache hit"),
         "draft state lost at a cancellation": (STATE, "acceptance beside a cancelled request"),
         "draft decays": (STATE, "acceptance later"),
@@ -131,7 +140,8 @@ CHECK_OF = (
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found_and_named(audit: Auditing, fault: str) -> None:
     check, name = CHECK_OF[fault]
-    found = audit("--checks", check, *FLAGS.get(fault, ()), fault=fault)
+    flags = FLAGS.get(fault, ())
+    found = audit("--checks", check, *flags, fault=fault, **SERVERS.get(fault, {}))
     assert found.ended.code == 1, found.ended
     assert found.status(check) == "mismatch"
     assert name in found.findings(check), found.findings(check)
@@ -157,8 +167,38 @@ def test_samples_without_a_known_distribution_are_not_judged(audit: Auditing) ->
 
 def test_every_kind_of_fault_is_planted() -> None:
     assert {*CHECK_OF} == {*FAULTS}
-    assert {check for check, _ in CHECK_OF.values()} == {GREEDY, SAMPLING, COUNTERS, STATE}
+    assert {check for check, _ in CHECK_OF.values()} == {*AUDIT_CHECKS}
     assert all((COUNTER_FAULTS, STATE_FAULTS))
+
+
+def test_preempted_requests_go_on_as_if_alone(audit: Auditing) -> None:
+    found = audit("--checks", PREEMPTION, *CROWDED, **SMALL_SERVER)
+    assert found.ended.code == 0, found.ended
+    states = {cell.state: cell for cell in found.record.states}
+    assert {*states} == {"after a preemption", "beside preempted requests"}
+    assert states["after a preemption"].num_requests >= 4
+    assert sum(cell.num_requests for cell in states.values()) % 12 == 0
+    assert not any(cell.num_different for cell in states.values())
+
+
+def test_preemption_is_not_judged_where_none_is_seen(audit: Auditing) -> None:
+    flags = ["--checks", PREEMPTION, *CROWDED]
+    with_room = audit(*flags)
+    assert with_room.ended.code == 3 and with_room.status(PREEMPTION) == "unverified"
+    assert "preempted none of 12 requests at once" in with_room.record.checks[0].text
+    uncounted = audit(*flags, prefix="llamacpp:")
+    assert uncounted.ended.code == 3
+    assert "llama.cpp say nothing of preemptions" in uncounted.record.checks[0].text
+
+
+def test_wrong_answers_are_in_the_record(audit: Auditing) -> None:
+    """Each with its first wrong token, whether the page names it or not."""
+    found = audit("--checks", GREEDY, fault="lenient acceptance")
+    wrong = found.record.wrong
+    assert len(wrong) == sum(cell.num_wrong_requests for cell in found.record.greedy) > 3
+    text = found.findings(GREEDY)["tokens"]
+    assert all(str(token) in text for token in wrong[:3]) and str(wrong[3]) not in text
+    assert all(token.margin > (found.record.tolerance or 0) for token in wrong)
 
 
 def test_a_plain_server_judges(audit: Auditing) -> None:
@@ -247,6 +287,9 @@ def test_prompts_that_are_too_short_are_refused(audit: Auditing) -> None:
         (["--top_k", 20], "--top_k 20"),
         (["--endpoint_model", "other"], "--endpoint_model other is not served there"),
         (["--plain", "nowhere"], "is no URL"),
+        (["--checks", "preemption"], "preemption needs --endpoint URL and --preemption_concurr"),
+        ([*CROWDED, "--checks", "state"], "--preemption_concurrency 12 is for the check preemp"),
+        ([*CROWDED, "--no_metrics"], "--preemption_concurrency 12 needs --endpoint_metrics URL"),
         (["--baseline", "none.jsonl"], "none.jsonl"),
         (["--price_per_hour", 2], "there is no --arm"),
     ],

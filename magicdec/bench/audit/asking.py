@@ -29,6 +29,7 @@ from magicdec.systems.servers.server_format import (
     GREEDILY,
     AskedSampling,
     AskedText,
+    ReportedRates,
     ScoredToken,
     as_count,
     part_of,
@@ -50,6 +51,7 @@ class ServerAnswer:
     parts: list[tuple[float, int]] = field(default_factory=list)
     scores: list[ScoredToken] = field(default_factory=list)
     counts: ReportedCounts | None = None
+    rates: ReportedRates | None = None
     problem: str | None = None  # of the counts
     cached: int | None = None
     program: str | None = None  # in whose form the counts are
@@ -204,6 +206,8 @@ class AuditedServer:
                 if (counts := form.read(event)) is not None:
                     found.counts = counts
                     found.program = name
+                if (rates := form.rates(event)) is not None:
+                    found.rates = rates
         except ValueError as error:
             found.problem = str(error)
 

@@ -17,7 +17,7 @@ from magicdec.systems.servers.details import count_when_ended
 NUM_REPEATS = 6  # of a passage, in texts that drafts follow
 NUM_REPEATED = 2  # such texts of each context
 FEWEST_STEPS = 4  # of an answer from which the length of drafts is seen
-ROUNDING = 0.01  # share of accepted tokens by which sums may be apart
+ROUNDING = 0.01  # share of accepted tokens by which sums may be apart; of rates
 
 
 def check(name: str, audit: Audit) -> AuditCheck:
@@ -64,12 +64,12 @@ def repeated(prompt: Sequence[int]) -> list[int]:
 def faults_of_answers(
     answers: Sequence[ServerAnswer], alone: Sequence[ServerAnswer]
 ) -> list[AuditFinding]:
-    """Answers whose counts contradict themselves or their tokens and, of those that were asked for
-    `alone`, how these came. A busy client or server may send several steps at once, so that the
-    latter are a fault only if most answers have it."""
+    """Answers whose counts contradict themselves, their rates or their tokens and, of those that
+    were asked for `alone`, how these came. A busy client or server may send several steps at once,
+    so that the latter are a fault only if most answers have it."""
     found = dict[str, list[str]]()
     for answer in answers:
-        for name, text in _contradictions(answer):
+        for name, text in [*_contradictions(answer), *_wrong_rates(answer)]:
             found.setdefault(name, []).append(_of(answer, text))
     findings = [
         AuditFinding(name=name, text=f"{len(texts)} of {len(answers)} answers; {texts[0]}")
@@ -121,6 +121,34 @@ def _contradictions(answer: ServerAnswer) -> list[tuple[str, str]]:
             text = f"{verified} verifications and {accepted} accepted tokens, but {count} tokens"
             return [("double counts", text)]
     return []
+
+
+def _wrong_rates(answer: ServerAnswer) -> list[tuple[str, str]]:
+    """What is wrong with the rates of an answer, by its counts."""
+    rates, counts = answer.rates, answer.counts
+    if rates is None or counts is None or not counts.verifications:
+        return []
+    accepted, drafted = counts.accepted, counts.drafted
+    if accepted is None or not drafted:
+        return []
+    found = list[tuple[str, str]]()
+    rate = rates.acceptance_rate
+    if rate is not None and abs(rate - accepted / drafted) > ROUNDING:
+        name = "rate above 1" if rate > 1 else "acceptance rate"
+        text = f"{rate:.2f} reported, {accepted} accepted of {drafted} draft tokens"
+        found.append((name, text))
+    length = rates.acceptance_length
+    if length is not None:
+        # The token of the prompt and those accepted past the end are in it or not.
+        others = 1 + math.ceil(drafted / counts.verifications)
+        apart = abs(length - 1 - accepted / counts.verifications)
+        if apart > others / counts.verifications + ROUNDING:
+            text = (
+                f"{length:.2f} tokens a verification reported, {accepted} accepted in "
+                f"{counts.verifications} verifications, each of which emits one more"
+            )
+            found.append(("acceptance length", text))
+    return found
 
 
 def _beside_seen(answer: ServerAnswer, draft_length: int | None) -> list[tuple[str, str]]:

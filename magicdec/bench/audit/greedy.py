@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from magicdec.bench.audit.asking import ServerAnswer
 from magicdec.bench.audit.counting import tokens_per_step
 from magicdec.bench.audit.judging import (
+    JudgedCell,
     OutputScores,
-    WrongToken,
     finding_of,
+    first_wrong,
     gap,
     margin,
     wrong_tokens,
 )
 from magicdec.bench.audit.measuring import Audit
-from magicdec.bench.audit.record import AuditCheck, AuditFinding, GreedyCell
+from magicdec.bench.audit.record import AuditCheck, AuditFinding, GreedyCell, WrongToken
 from magicdec.bench.audit.statistics import binomial_tail, most_undetected
 from magicdec.records.record import Status
 
@@ -40,12 +41,13 @@ def check(name: str, audit: Audit) -> AuditCheck:
                 audit.others += answers
                 audit.beside[context, concurrency] = answers
             scores = judge.judge(answers)
-            lost = wrong_tokens(context, concurrency, answers, scores, noise.tolerance)
+            cell = JudgedCell(context, concurrency)
+            lost = wrong_tokens(cell, answers, scores, noise.tolerance)
             wrong += lost
-            cell = cell_of(context, concurrency, answers, scores, lost, noise.tolerance)
-            audit.greedy.append(cell)
+            audit.greedy.append(cell_of(cell, answers, scores, lost, noise.tolerance))
             for answer, here in zip(answers, scores, strict=True):
                 places[answer.prompt_ids, tuple(answer.output_ids)] = here
+    audit.wrong += first_wrong(wrong)
     num_answers = sum(cell.num_requests for cell in audit.greedy)
     findings += finding_of(wrong, num_answers, noise.tolerance)
     flips = sum(cell.num_flips for cell in audit.greedy)
@@ -65,8 +67,7 @@ def check(name: str, audit: Audit) -> AuditCheck:
 
 
 def cell_of(
-    context: int,
-    concurrency: int,
+    cell: JudgedCell,
     answers: Sequence[ServerAnswer],
     scores: Sequence[OutputScores],
     wrong: Sequence[WrongToken],
@@ -80,14 +81,14 @@ def cell_of(
         for place, scored in places.items()
     ]
     return GreedyCell(
-        context=context,
-        concurrency=concurrency,
+        context=cell.context,
+        concurrency=cell.concurrency,
         num_requests=len(answers),
         num_tokens=len(gaps),
         num_near=sum(amount <= tolerance for amount in gaps),
         num_flips=sum(0 < amount <= tolerance for amount in lost),
         num_wrong=len(wrong),
-        num_wrong_requests=len({token.number for token in wrong}),
+        num_wrong_requests=len(first_wrong(wrong)),
         largest_margin=max(lost, default=0.0),
         tokens_per_step=tokens_per_step(answers),
     )

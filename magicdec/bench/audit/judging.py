@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from magicdec.bench.audit.asking import AuditedServer, NoScores, ServerAnswer, together
-from magicdec.bench.audit.record import AuditFinding
+from magicdec.bench.audit.record import AuditFinding, WrongToken
 from magicdec.systems.servers.server_format import ScoredToken
 
 SHOWN = 3  # first wrong tokens that are named
@@ -90,40 +90,45 @@ def can_score_texts(server: AuditedServer, answer: ServerAnswer) -> bool:
     return False
 
 
-@dataclass(frozen=True)
-class WrongToken:
-    """A token that lost to a likelier one by more than noise: `number` of its request, `place` in
-    the output."""
+class JudgedCell(NamedTuple):
+    """Where answers are from: so many requests at once after so many tokens and, but for plain
+    greedy answers, the state of the server."""
 
-    cell: str
-    number: int
-    place: int
-    token: int
-    likelier: int
-    margin: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.cell}, request {self.number}, token {self.place}: {self.token} in place of "
-            f"{self.likelier}, which is {self.margin:.2f} likelier"
-        )
+    context: int
+    concurrency: int
+    state: str | None = None
 
 
 def wrong_tokens(
-    context: int,
-    concurrency: int,
+    cell: JudgedCell,
     answers: Sequence[ServerAnswer],
     scores: Sequence[OutputScores],
     tolerance: float,
 ) -> list[WrongToken]:
     """The tokens of answers that lost by more than `tolerance`."""
-    cell = f"context {context}, {concurrency} at once"
     return [
-        WrongToken(cell, number, place, token, best(scored), lost)
+        WrongToken(
+            context=cell.context,
+            concurrency=cell.concurrency,
+            state=cell.state,
+            request=number,
+            position=place,
+            token=token,
+            likelier=best(scored),
+            margin=lost,
+        )
         for number, (answer, places) in enumerate(zip(answers, scores, strict=True))
         for place, scored in sorted(places.items())
         if (lost := margin(scored, token := answer.output_ids[place])) > tolerance
     ]
+
+
+def first_wrong(wrong: Sequence[WrongToken]) -> list[WrongToken]:
+    """The first wrong token of each answer."""
+    firsts = dict[tuple[int, int, int], WrongToken]()
+    for token in wrong:
+        firsts.setdefault((token.context, token.concurrency, token.request), token)
+    return [*firsts.values()]
 
 
 def finding_of(
@@ -132,10 +137,8 @@ def finding_of(
     """The finding that tokens are wrong, with the first one of a few answers."""
     if not wrong:
         return []
-    firsts = dict[tuple[str, int], WrongToken]()
-    for token in wrong:
-        firsts.setdefault((token.cell, token.number), token)
-    shown = "; ".join(map(str, [*firsts.values()][:SHOWN]))
+    firsts = first_wrong(wrong)
+    shown = "; ".join(map(str, firsts[:SHOWN]))
     text = (
         f"{len(wrong)} tokens of {len(firsts)} of {num_answers} answers are not what a forward "
         f"without drafts chooses, though noise explains {tolerance:.2g} (natural logarithm): "

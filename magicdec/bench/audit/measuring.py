@@ -13,7 +13,13 @@ from dataclasses import dataclass, field, replace
 from magicdec.bench.audit.asking import AuditedServer, NoScores, ServerAnswer
 from magicdec.bench.audit.judging import Judge, can_score_texts
 from magicdec.bench.audit.noise import Noise, measure_noise
-from magicdec.bench.audit.record import AuditCheck, GreedyCell, SampledPlace, StateCell
+from magicdec.bench.audit.record import (
+    AuditCheck,
+    GreedyCell,
+    SampledPlace,
+    StateCell,
+    WrongToken,
+)
 from magicdec.names import AUDIT_CHECKS, load_object
 from magicdec.records.record import Status
 from magicdec.systems.servers.server_format import AskedSampling
@@ -24,8 +30,9 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class AuditPlan:
     """What is asked for: `prompts` by context, so many tokens after each, so many requests at once,
-    which checks, how tokens are sampled at one place after the other, and how far from the right
-    distribution they may be."""
+    which checks, how tokens are sampled at one place after the other, how far from the right
+    distribution they may be, and with how many requests at once the server is to run out of
+    cache."""
 
     prompts: dict[int, list[list[int]]]
     gen_len: int
@@ -35,6 +42,7 @@ class AuditPlan:
     num_places: int
     total_variation: float
     most_judged: int
+    preemption_concurrency: int | None
 
 
 @dataclass
@@ -50,6 +58,7 @@ class Audit:
     checks: list[AuditCheck] = field(default_factory=list)
     noise: Noise | None = None
     greedy: list[GreedyCell] = field(default_factory=list)
+    wrong: list[WrongToken] = field(default_factory=list)
     sampled: list[SampledPlace] = field(default_factory=list)
     states: list[StateCell] = field(default_factory=list)
     program: str | None = None

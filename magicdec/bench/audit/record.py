@@ -109,6 +109,27 @@ class GreedyCell(RecordPart):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WrongToken(RecordPart):
+    """A token of an answer that lost to a likelier one by more than noise."""
+
+    context: int = recorded("tokens of the prompt", "tokens")
+    concurrency: int = recorded("requests at once")
+    state: str | None = recorded("the state of the server, as in `states`", null="in `greedy`")
+    request: int = recorded("number of the answer, from 0 on")
+    position: int = recorded("its place in the answer, from 0 on")
+    token: int = recorded("its id")
+    likelier: int = recorded("the id of the likeliest token")
+    margin: float = recorded("by how much that one is likelier", "natural logarithm")
+
+    def __str__(self) -> str:
+        return (
+            f"context {self.context}, {self.concurrency} at once, request {self.request}, token "
+            f"{self.position}: {self.token} in place of {self.likelier}, which is "
+            f"{self.margin:.2f} likelier"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampledPlace(RecordPart):
     """Draws of one token, beside the server's own distribution."""
 
@@ -179,6 +200,7 @@ class AuditRecord(MeasuredRecord):
         null="if the server says no log-probabilities",
     )
     greedy: list[GreedyCell] = recorded("greedy answers by context and concurrency")
+    wrong: list[WrongToken] = recorded("the first wrong token of each answer that has one")
     sampled: list[SampledPlace] = recorded("places at which tokens were drawn")
     states: list[StateCell] = recorded("acceptance and tokens in states of the server")
     arms: list[ArmCell] = recorded("times of the arms by context and concurrency")

@@ -9,12 +9,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 
 from magicdec.bench.audit.asking import ServerAnswer, together
 from magicdec.bench.audit.counting import num_steps_of, tokens_per_step
-from magicdec.bench.audit.judging import WrongToken, finding_of, wrong_tokens
+from magicdec.bench.audit.judging import JudgedCell, finding_of, first_wrong, wrong_tokens
 from magicdec.bench.audit.measuring import Audit
-from magicdec.bench.audit.record import AuditCheck, AuditFinding, StateCell
+from magicdec.bench.audit.record import AuditCheck, AuditFinding, StateCell, WrongToken
 from magicdec.bench.audit.statistics import chance_of_mean, rejected
 from magicdec.records.intervals import FEWEST_PROMPTS, quantile
 from magicdec.records.record import Status
@@ -45,25 +46,21 @@ class Pairs:
     cold: list[ServerAnswer]
 
     @property
+    def are_others(self) -> list[bool]:
+        """Of each answer whether it has other tokens."""
+        pairs = zip(self.answers, self.cold, strict=True)
+        return [answer.output_ids != cold.output_ids for answer, cold in pairs]
+
+    @property
     def others(self) -> list[ServerAnswer]:
         """The answers with other tokens."""
-        pairs = zip(self.answers, self.cold, strict=True)
-        return [answer for answer, cold in pairs if answer.output_ids != cold.output_ids]
+        return [*compress(self.answers, self.are_others)]
 
 
 def check(name: str, audit: Audit) -> AuditCheck:
     groups = pairs_of_all_states(audit)
-    findings = list[AuditFinding]()
-    for pairs in groups:
-        wrong = wrong_of(audit, pairs)
-        audit.states.append(cell_of(pairs, len(wrong)))
-        if audit.noise is not None:
-            count = len(pairs.answers)
-            tolerance = audit.noise.tolerance
-            findings += finding_of(wrong, count, tolerance, f"tokens {pairs.state}")
-    findings += losses_of(groups)
+    findings = compare(audit, groups)
     answers = [answer for pairs in groups for answer in pairs.answers]
-    audit.others += answers
     known = tokens_per_step(answers)
     text = f"{len(answers)} answers in {len(groups)} states beside the same prompts without KV"
     if known is None:
@@ -78,6 +75,21 @@ def check(name: str, audit: Audit) -> AuditCheck:
         if known
         else None,
     )
+
+
+def compare(audit: Audit, groups: Sequence[Pairs]) -> list[AuditFinding]:
+    """The findings that states cost tokens or acceptance; their evidence is kept."""
+    findings = list[AuditFinding]()
+    for pairs in groups:
+        wrong = wrong_of(audit, pairs)
+        audit.wrong += first_wrong(wrong)
+        audit.states.append(cell_of(pairs, len(wrong)))
+        audit.others += pairs.answers
+        if audit.noise is not None:
+            count = len(pairs.answers)
+            tolerance = audit.noise.tolerance
+            findings += finding_of(wrong, count, tolerance, f"tokens {pairs.state}")
+    return findings + losses_of(groups)
 
 
 def pairs_of_all_states(audit: Audit) -> list[Pairs]:
@@ -99,9 +111,10 @@ def wrong_of(audit: Audit, pairs: Pairs) -> list[WrongToken]:
     """The wrong tokens of answers that differ from those without KV."""
     if audit.judge is None or audit.noise is None or not pairs.others:
         return []
-    scores = audit.judge.judge(pairs.others)
-    tolerance = audit.noise.tolerance
-    return wrong_tokens(pairs.context, pairs.concurrency, pairs.others, scores, tolerance)
+    judged = iter(audit.judge.judge(pairs.others))
+    scores = [next(judged) if is_other else {} for is_other in pairs.are_others]
+    cell = JudgedCell(pairs.context, pairs.concurrency, pairs.state)
+    return wrong_tokens(cell, pairs.answers, scores, audit.noise.tolerance)
 
 
 def after_hits(audit: Audit, cold: Sequence[ServerAnswer], context: int) -> Pairs:
@@ -173,16 +186,18 @@ def cell_of(pairs: Pairs, num_wrong: int) -> StateCell:
 
 
 def differences_of(groups: Sequence[Pairs]) -> list[float]:
-    """Of each pair, the tokens a step in the state less those without KV. Empty if they are not
-    known of one, or if there are too few pairs."""
-    found = list[float]()
+    """Of each prompt, the tokens a step in the state less those without KV, on average over its
+    answers. Empty if they are not known of one, or if there are too few prompts."""
+    by_prompt = dict[tuple[int, ...], list[float]]()
     for pairs in groups:
         for answer, cold in zip(pairs.answers, pairs.cold, strict=True):
             steps = num_steps_of(answer), num_steps_of(cold)
             if not steps[0] or not steps[1]:
                 return []
             lengths = len(answer.output_ids) - 1, len(cold.output_ids) - 1
-            found.append(lengths[0] / steps[0] - lengths[1] / steps[1])
+            difference = lengths[0] / steps[0] - lengths[1] / steps[1]
+            by_prompt.setdefault(cold.prompt_ids, []).append(difference)
+    found = [statistics.fmean(values) for values in by_prompt.values()]
     return found if len(found) >= FEWEST_PROMPTS else []
 
 

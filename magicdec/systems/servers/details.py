@@ -206,13 +206,20 @@ class Decoded(Protocol):
 def count_when_ended(
     read: Callable[[], Counters], before: Counters, requests: Sequence[Decoded]
 ) -> CountedPass:
-    """What was counted since a reading, as soon as a server has counted all tokens of these
-    requests, or some time after. Raises ValueError as `count_pass` does."""
+    """What was counted since a reading of the counters. Raises ValueError as `count_pass` does."""
+    return count_pass(before, read_when_ended(read, before, requests), requests)
+
+
+def read_when_ended(
+    read: Callable[[], Counters], before: Counters, requests: Sequence[Decoded]
+) -> Counters:
+    """The counters as soon as a server has counted all tokens of these requests since a reading, or
+    some time after."""
     end_s = time.monotonic() + COUNTING_S
     while True:
         after = read()
         if not is_behind(before, after, requests) or time.monotonic() > end_s:
-            return count_pass(before, after, requests)
+            return after
         time.sleep(EVERY_S)
 
 

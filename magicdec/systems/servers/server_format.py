@@ -3,6 +3,7 @@ and ServerApi: how it is asked for tokens, and for their log-probabilities. Impo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,16 +17,29 @@ NOTHING = ReportedCounts(0, 0, 0, 0)  # of an answer that says that nothing was 
 
 
 @dataclass(frozen=True)
+class ReportedRates:
+    """What an answer says of its drafts beside counts, by the server's own division: accepted /
+    draft tokens, and the tokens of a verification."""
+
+    acceptance_rate: float | None
+    acceptance_length: float | None
+
+
+@dataclass(frozen=True)
 class ServerFormat:
     """`read` finds what an event says of the drafts of its request, and is None without a word.
     The names of counters begin with `prefix`; `generated` counts output tokens, and `total` makes
     the counts of a pass of counted differences and of its output tokens after the first of each
-    request. Both raise ValueError, one sentence, for what is no number of drafts."""
+    request. `rates` finds the rates in an event, if there are any; `preemptions` counts how often
+    requests lost their KV to others, to continue later. What reads counts and rates raises
+    ValueError, one sentence, for what is no number."""
 
     read: Callable[[ServerEvent], ReportedCounts | None]
     prefix: str
     generated: str
     total: Callable[[Counters, int], ReportedCounts]
+    rates: Callable[[ServerEvent], ReportedRates | None] = lambda event: None
+    preemptions: str | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +150,17 @@ def counts_in(part: Mapping[str, Any], *names: str) -> tuple[int, ...] | None:
     if not isinstance(values, list):
         raise ValueError(f"{name} is no list of counts")
     return tuple(as_count(name, value) for value in values)
+
+
+def rate_in(part: Mapping[str, Any], name: str) -> float | None:
+    """The finite number of that name; None without one."""
+    value = part.get(name)
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise ValueError(f"{name} is no number")
+    return float(value)
 
 
 def as_count(name: str, value: object) -> int:

@@ -13,6 +13,7 @@ from magicdec.systems.servers.counters import COUNTER, Counters
 from magicdec.systems.servers.server_format import (
     NOTHING,
     AskedText,
+    ReportedRates,
     ScoredToken,
     ServerApi,
     ServerEvent,
@@ -22,6 +23,7 @@ from magicdec.systems.servers.server_format import (
     count_in,
     counts_in,
     part_of,
+    rate_in,
 )
 
 PREFIX = "sglang:"
@@ -32,8 +34,8 @@ HISTOGRAM = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 
 
 def read(event: ServerEvent) -> ReportedCounts | None:
-    """Counts in `meta_info`, without the rates that SGLang makes of them: its `spec_accept_length`
-    is completion tokens / verifications, with the token of the prompt and without tokens past the
+    """Counts in `meta_info`. Of the rates that SGLang makes of them, `spec_accept_length` is
+    completion tokens / verifications, with the token of the prompt and without tokens past the
     end. Every decode step verifies, so that these emit all tokens but the first."""
     info = part_of(event, "meta_info")
     if info is None or not info.get("finish_reason"):
@@ -49,6 +51,13 @@ def read(event: ServerEvent) -> ReportedCounts | None:
     )
 
 
+def read_rates(event: ServerEvent) -> ReportedRates | None:
+    info = part_of(event, "meta_info")
+    if info is None or not info.get("spec_verify_ct"):
+        return None
+    return ReportedRates(rate_in(info, "spec_accept_rate"), rate_in(info, "spec_accept_length"))
+
+
 def counted_drafts(counted: Counters, num_tokens: int) -> ReportedCounts:
     """Verifications alone: SGLang counts neither drafts nor accepted ones. A counter appears when
     it first counts."""
@@ -56,7 +65,14 @@ def counted_drafts(counted: Counters, num_tokens: int) -> ReportedCounts:
     return ReportedCounts(verifications=verified, emitted=num_tokens) if verified else NOTHING
 
 
-SGLANG = ServerFormat(read, PREFIX, f"{PREFIX}generation_tokens{COUNTER}", counted_drafts)
+SGLANG = ServerFormat(
+    read,
+    PREFIX,
+    f"{PREFIX}generation_tokens{COUNTER}",
+    counted_drafts,
+    read_rates,
+    f"{PREFIX}num_retracted_requests{COUNTER}",
+)
 
 
 def body_of(asked: AskedText) -> dict[str, Any]:

@@ -7,24 +7,33 @@ end count."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from magicdec.records.acceptance import ReportedCounts
 from magicdec.systems.servers.counters import COUNTER, Counters, drafts_counted
 from magicdec.systems.servers.server_format import (
     NOTHING,
+    ReportedRates,
     ServerEvent,
     ServerFormat,
     count_in,
     counts_in,
     part_of,
+    rate_in,
 )
 
 PREFIX = "vllm:"
 
 
+def _report_in(event: ServerEvent) -> Mapping[str, Any] | None:
+    metrics = part_of(event, "metrics")
+    return None if metrics is None else part_of(metrics, "speculative_decoding")
+
+
 def read(event: ServerEvent) -> ReportedCounts | None:
     """`metrics.speculative_decoding`, whose single steps only the level `detailed` has."""
-    metrics = part_of(event, "metrics")
-    found = None if metrics is None else part_of(metrics, "speculative_decoding")
+    found = _report_in(event)
     if found is None:
         return None
     drafted = counts_in(found, "per_step_drafted")
@@ -43,9 +52,25 @@ def read(event: ServerEvent) -> ReportedCounts | None:
     )
 
 
+def read_rates(event: ServerEvent) -> ReportedRates | None:
+    found = _report_in(event)
+    if found is None:
+        return None
+    return ReportedRates(
+        rate_in(found, "draft_acceptance_rate"), rate_in(found, "mean_acceptance_length")
+    )
+
+
 def counted_drafts(counted: Counters, num_tokens: int) -> ReportedCounts:
     """A server without `--speculative-config` has no counters of drafts."""
     return drafts_counted(PREFIX, counted) or NOTHING
 
 
-VLLM = ServerFormat(read, PREFIX, f"{PREFIX}generation_tokens{COUNTER}", counted_drafts)
+VLLM = ServerFormat(
+    read,
+    PREFIX,
+    f"{PREFIX}generation_tokens{COUNTER}",
+    counted_drafts,
+    read_rates,
+    f"{PREFIX}num_preemptions{COUNTER}",
+)

@@ -39,6 +39,12 @@ PROPERTIES = (
                 "if counted != counted:",
             ),
             Fault(
+                "the rates of an answer are as reported",
+                f"{ROOM}counters.py",
+                "[*_contradictions(answer), *_wrong_rates(answer)]",
+                "_contradictions(answer)",
+            ),
+            Fault(
                 "no state loses acceptance",
                 f"{ROOM}states.py",
                 "is_little = warm > (1 - LEAST_LOSS) * cold",
@@ -55,6 +61,18 @@ PROPERTIES = (
                 f"{ROOM}counters.py",
                 "if verified + accepted > count + past:",
                 "if verified + accepted > count:",
+            ),
+        ),
+    ),
+    Property(
+        "Preemptions that no server counts are not judged.",
+        f"{AUDIT}test_preemption_is_not_judged_where_none_is_seen",
+        (
+            Fault(
+                "any request was preempted",
+                f"{ROOM}preemption.py",
+                "return counted.count(counter) or 0, answers",
+                "return size, answers",
             ),
         ),
     ),
