@@ -31,6 +31,7 @@ NOISE = 0.004  # of what it says of a place when others are served too
 POLL_S = 0.01
 PATIENCE_S = 30.0
 MEETING_S = 0.5
+FEW_SCORES = 5
 MANY_BYTES = 8192  # that a client does not read before it is given them
 CANCELLATION = "draft state lost at a cancellation"
 Logits = np.ndarray[Any, np.dtype[np.float64]]
@@ -106,8 +107,9 @@ def look_up(text: Sequence[int]) -> list[int]:
 @dataclass
 class SpeculatingServer:
     """`fault` is one of `FAULTS`; `speculates` without it decodes token by token. `lacks` names
-    what it does not do: scores, texts, ids, counts. Where the requests together need the KV of more
-    tokens than `room`, the newest one loses its KV, and continues when it fits again."""
+    what it does not do: scores, many scores at a place, texts, ids, counts. Where the requests
+    together need the KV of more tokens than `room`, the newest one loses its KV, and continues when
+    it fits again."""
 
     fault: str = ""
     speculates: bool = True
@@ -472,7 +474,7 @@ class SpeculatingHandler(BaseHTTPRequestHandler):
             body["temperature"],
             max(0, body.get("top_k", 0)),
             body.get("seed", 0),
-            body.get("logprobs", 0),
+            self.most_scores(body.get("logprobs", 0)),
             "cache_salt" not in body,
         )
         if "logprobs" in body and "scores" in ours.lacks:
@@ -482,9 +484,15 @@ class SpeculatingHandler(BaseHTTPRequestHandler):
             if {"scores", "texts"} & {*ours.lacks}:
                 self.send({"error": "no prompt_logprobs here"}, 400)
                 return
-            self.send({"choices": [{"prompt_logprobs": self.scored(prompt, count)}]})
+            self.send(
+                {"choices": [{"prompt_logprobs": self.scored(prompt, self.most_scores(count))}]}
+            )
             return
         self.stream(self.vllm_events(asked))
+
+    def most_scores(self, count: int) -> int:
+        """Of how many tokens it says log-probabilities where it is asked for so many."""
+        return min(count, FEW_SCORES) if "many scores" in self.ours.lacks else count
 
     def scored(self, ids: list[int], count: int) -> list[dict[str, Any] | None]:
         found: list[dict[str, Any] | None] = [None]

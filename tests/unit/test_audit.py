@@ -248,6 +248,14 @@ def test_without_log_probabilities_the_rest_is_judged(audit: Auditing) -> None:
     }
 
 
+def test_few_log_probabilities_judge(audit: Auditing) -> None:
+    """The server cuts those of the 20 likeliest tokens to 5."""
+    sound = audit("--checks", GREEDY, SAMPLING, lacks=("many scores",))
+    assert sound.ended.code == 0, sound.ended
+    lossy = audit("--checks", GREEDY, lacks=("many scores",), fault="lenient acceptance")
+    assert "tokens" in lossy.findings(GREEDY)
+
+
 def test_without_counts_steps_are_seen(audit: Auditing) -> None:
     """The tokens of a step come together."""
     found = audit("--checks", COUNTERS, STATE, "--no_metrics", lacks=("counts",))
