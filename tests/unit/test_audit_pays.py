@@ -183,6 +183,7 @@ def test_drafts_that_no_longer_pay_are_a_regression() -> None:
             checks=[],
             noise=[],
             greedy=[],
+            wrong=[],
             sampled=[],
             states=[],
             arms=cells,
