@@ -145,7 +145,7 @@ class Replay:
         if earlier:
             end_ms, place = max(earlier)
             wait_s = max(0.0, request.arrival_ms - end_ms) / 1e3
-            made.turn = Turn(number, 1, (self.requests[place],), tuple, wait_s)
+            made.turn = Turn(number, 1, (self.requests[place],), lambda _: prompt, wait_s)
         return made
 
     def run(self) -> float:
