@@ -62,12 +62,11 @@ def plan_of_cells(groups: Sequence[Sequence[StudyCell]]) -> MemoryPlan:
             working = working_bytes(shared, is_timed=False, loads=loads)
             working = max(working, fork_bytes(shared, room))
             plans.append(replace(own, kv=forked.kv_bytes, working=working))
-    return MemoryPlan(
+    largest = max(plans, key=lambda plan: plan.kv + plan.draft_kv + plan.working)
+    return replace(
+        largest,
         weights=max(plan.weights for plan in plans),
-        kv=max(plan.kv for plan in plans),
         draft_weights=sum(draft_weights.values()),
-        draft_kv=max(plan.draft_kv for plan in plans),
-        working=max(plan.working for plan in plans),
     )
 
 
