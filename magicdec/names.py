@@ -178,6 +178,7 @@ QUANTIZERS = {
 DTYPES = ("float32", "bfloat16")
 STORED = "stored"  # matrices as the checkpoint stores them: numbers in groups
 WEIGHT_DTYPES = (*DTYPES, "int8", STORED)
+KV_DTYPES = ("int8",)  # of a cache with fewer bits than a run has
 LOW_BIT = ("int8", "int4")  # QUANTIZERS of a model that is loaded
 SAME = "same"  # a draft's matrices: those that it has without a choice
 NARROW = (*LOW_BIT, STORED)  # matrices that are no numbers of the dtype of activations

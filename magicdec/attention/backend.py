@@ -74,7 +74,8 @@ class AttentionBackend(Protocol):
         return None if self.sinks is None else self.sinks[layer]
 
     def layout(self, dtype: torch.dtype) -> KVLayout:
-        """The layout in which `run` expects a cache of that dtype."""
+        """The layout in which `run` expects a cache whose numbers are stored in that dtype."""
+        assert dtype != torch.int8, "refused before the run"
         return PLAIN
 
     def plan(self, view: KVView) -> None:

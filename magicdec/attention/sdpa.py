@@ -4,18 +4,21 @@ scaled_dot_product_attention with a mask.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, CallSize, sum_blocks, visible_mask
 from magicdec.attention.sinks import fused_attention, softmax_with_sinks
 from magicdec.config.capabilities import Capabilities
+from magicdec.kv.layout import INT8_TILED, PLAIN, KVLayout
 from magicdec.kv.view import KVView
+from magicdec.names import DTYPES
 
 
 class SDPABackend(AttentionBackend):
     """A backend for any block size, row lengths, KV policy and dtype."""
 
-    capabilities = Capabilities("sdpa")
+    capabilities = Capabilities("sdpa", int8_kv_dtypes=DTYPES)
 
     def __init__(self, block_size: int = 64) -> None:
         self._block_size = block_size
@@ -34,6 +37,9 @@ class SDPABackend(AttentionBackend):
 
     def block_size(self, max_tokens: int) -> int:
         return self._block_size
+
+    def layout(self, dtype: torch.dtype) -> KVLayout:
+        return INT8_TILED if dtype == torch.int8 else PLAIN
 
     def plan(self, view: KVView) -> None:
         self._new = view.cache.slots(view.row_index, view.query_positions())

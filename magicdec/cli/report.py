@@ -55,8 +55,7 @@ def announce(prepared: Prepared) -> None:
     if config.output.verbose:
         print(describe_config(config))
     ranks = f"ranks {launch.world_size} x threads {config.parallel.threads}"
-    dtypes = dtypes_of({"dtype": config.model.dtype, "target_dtype": config.model.target_dtype})
-    about = [config.model.model, dtypes, ranks, str(config.parallel.device)]
+    about = [config.model.model, dtypes_of(config.to_dict()), ranks, str(config.parallel.device)]
     print(labelled("model", ", ".join(about), START))
     print(labelled("memory", prepared.memory, START), flush=True)
 

@@ -11,6 +11,7 @@ from magicdec.config.choices.backend import (
     check_returns_weights,
     choose_backend,
     choose_graphs,
+    choose_kv_dtype,
 )
 from magicdec.config.choices.choice import Choice
 from magicdec.config.choices.collectives import choose_collectives
@@ -82,6 +83,7 @@ def resolve(
         return choose_backend(config.attention.backend, machine, case)
 
     backend = backend_for(target, kv.policy if is_self else None)
+    kv_dtype = choose_kv_dtype(config.attention.kv_dtype, dtype, backend, target.head_dim)
     collectives = None if placement.is_alone else parallel.collectives
     model = resolve_model(config, parallel, dtype, machine, backend, collectives, target)
     if is_self:
@@ -120,7 +122,7 @@ def resolve(
         draft=section,
         parallel=parallel,
         kv=kv,
-        attention=ResolvedAttention(backend, config.attention.prefill_chunk),
+        attention=ResolvedAttention(backend, config.attention.prefill_chunk, kv_dtype),
         decoding=ResolvedDecoding(**vars(decoding) | chosen),
         sampling=config.sampling,
         workload=ResolvedWorkload(**vars(w) | sizes),

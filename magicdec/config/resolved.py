@@ -57,6 +57,7 @@ class ResolvedParallel:
 class ResolvedAttention:
     backend: Choice
     prefill_chunk: int
+    kv_dtype: str  # in which the target's cache is stored
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from magicdec.names import (
     ELEMENTWISE,
     ELEMENTWISE_BESIDE_PACKED,
     ELEMENTWISE_ON_CUDA,
+    KV_DTYPES,
     KV_POLICIES,
     LINEARS,
     LOW_BIT,
@@ -150,6 +151,12 @@ class AttentionSection:
         choices=("auto", *ATTENTION_BACKENDS),
     )
     prefill_chunk: int = setting(512, "Prompt tokens in each forward of prefill.", least=1)
+    kv_dtype: str = setting(
+        "auto",
+        "The dtype in which the target's KV cache is stored, with drafts and without. int8 has a "
+        "scale for each token and head; it is the arithmetic of another model. auto is --dtype.",
+        choices=("auto", *KV_DTYPES),
+    )
 
 
 def model_drafter_of(drafter: str | None) -> str | None:

@@ -26,6 +26,7 @@ GROUP = (
     128  # inputs of an int8 matrix that share a scale, or the most of 64, 32, 16 that divide them
 )
 LEAST_GROUP = 16
+SCALE_BYTES = 4  # per token, head, and K or V of an int8 KV cache
 ARGMAX_BYTES = 16  # per token and rank: the best logit and its token id
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -311,6 +312,12 @@ def kv_bytes_per_token(config: ModelConfig, shard: Shard, dtype_bytes: int) -> i
     mixer_bytes = sum(n * m.entry_bytes(shard, dtype_bytes) for m, n in mixers_of(config).items())
     num_layers = sum(attention_layers(config).values())
     return num_layers * attention_entry_bytes(config, shard, dtype_bytes) + round(mixer_bytes)
+
+
+def int8_kv_bytes_per_token(config: ModelConfig, shard: Shard) -> int:
+    """`kv_bytes_per_token` of a cache in int8, with a scale for K and one for V of each head."""
+    codes = kv_bytes_per_token(config, shard, 1)
+    return codes + codes // config.cached_head_dim * SCALE_BYTES
 
 
 def attention_entry_bytes(config: ModelConfig, shard: Shard, dtype_bytes: int) -> int:

@@ -135,6 +135,14 @@ inline vec exp2_wide(vec x) {
     return (vec)((bits)y + ((bits)nearest << 23));
 }
 
+inline bits load_bits(const uint32_t* p) { return *reinterpret_cast<const bits*>(p); }
+
+// Number `part` of the four int8 of each entry.
+inline vec of_quad(bits quads, int part) {
+    typedef int32_t signed_bits __attribute__((vector_size(W * 4)));
+    return __builtin_convertvector((signed_bits)(quads << (24 - 8 * part)) >> 24, vec);
+}
+
 // Most rows of a product at a time for which sums are not spilled to memory.
 constexpr int ROWS = W == 16 ? 6 : 5;
 

@@ -55,7 +55,8 @@ class HostBlocks:
 
 
 class KVPool:
-    """The tensors `k` and `v` [layers, num_blocks, G, block_size, D] in `shape.layout`."""
+    """The tensors `k` and `v` [layers, num_blocks, G, block_size, D] in `shape.layout`, whose
+    numbers have `dtype`; int8 ones have scales and are read as float32."""
 
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
@@ -65,7 +66,7 @@ class KVPool:
             shape.num_blocks,
             shape.num_kv_heads,
             shape.block_size,
-            shape.head_dim,
+            shape.layout.token_size(shape.head_dim),
         )
         # Filled with zeros: a kernel may read a masked slot that was never written, and 0 * nan is
         # nan.

@@ -9,7 +9,7 @@ from typing import Any
 
 from magicdec.names import BASELINE, EAGLE, FULL_KV_POLICY, NARROW
 from magicdec.output.tables import Line
-from magicdec.records.comparison.conditions import policy_of
+from magicdec.records.comparison.conditions import kv_dtype_of, policy_of
 from magicdec.records.correctness import (
     Correctness,
     Divergence,
@@ -73,7 +73,7 @@ def title_of(records: Sequence[PassRecord]) -> str:
     bandwidth = environment.read_bandwidth_bytes_per_s
     read = "" if bandwidth is None else f", {bandwidth / 1e9:.1f} GB/s read"
     return (
-        f"{config['model']['model']} ({dtypes_of(config['model'])}){dataset}: {load_of(newest)}; "
+        f"{config['model']['model']} ({dtypes_of(config)}){dataset}: {load_of(newest)}; "
         f"ranks {environment.world_size} x threads {environment.threads}, "
         f"{parallel.get('collectives') or parallel['device']}{read}"
     )
@@ -99,11 +99,15 @@ def batches(count: int) -> str:
     return f"{count} batch{'' if count == 1 else 'es'}"
 
 
-def dtypes_of(model: dict[str, Any]) -> str:
-    """The dtype of a model from a record's config, and that of its weights if it is narrow."""
-    dtype: str = model["dtype"]
-    weights = model["target_dtype"]
-    return f"{dtype}, {weights} weights" if weights in NARROW else dtype
+def dtypes_of(config: dict[str, Any]) -> str:
+    """The dtype of a model from a record's config, and those of its weights and of its KV cache if
+    they are narrow."""
+    dtype: str = config["model"]["dtype"]
+    weights = config["model"]["target_dtype"]
+    cache = kv_dtype_of(config)
+    narrow = [f"{weights} weights"] if weights in NARROW else []
+    narrow += [f"{cache} KV cache"] if cache != dtype else []
+    return ", ".join([dtype, *narrow])
 
 
 def verdict_of(record: PassRecord, is_verbose: bool = True) -> str:

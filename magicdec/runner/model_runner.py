@@ -56,6 +56,7 @@ class ModelRunner:
     num_rows: int
     max_tokens: int
     policy: Visible = FULL  # which tokens a forward sees by default
+    kv_dtype: torch.dtype | None = None  # in which the cache is stored; default: as the weights
     executor: Executor | None = None  # computes a forward in one native call, if the model has one
     block_tokens: int | None = None  # about the tokens of a block; default: the backend's choice
     num_blocks: int | None = None  # of the pool; default: as many as all rows can need
@@ -101,8 +102,12 @@ class ModelRunner:
             head_dim=config.cached_head_dim,
             block_size=storage.block_size,
             num_blocks=storage.num_blocks,
-            layout=self.backend.layout(next(self.model.parameters()).dtype),
+            layout=self.backend.layout(self._stored_dtype),
         )
+
+    @property
+    def _stored_dtype(self) -> torch.dtype:
+        return self.kv_dtype or next(self.model.parameters()).dtype
 
     def _make_caches(self) -> LayerCaches:
         storages = self.storages()
@@ -111,7 +116,7 @@ class ModelRunner:
             storages,
             self._shape_of,
             num_rows=self.num_rows,
-            dtype=next(self.model.parameters()).dtype,
+            dtype=self._stored_dtype,
             device=self.device,
             rewound=0 if self.window_room is None else self.window_room.rewound,
             shares_prefixes=self.shares_prefixes,

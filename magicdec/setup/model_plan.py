@@ -10,6 +10,7 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.costs import (
     DTYPE_BYTES,
     bytes_as_stored,
+    int8_kv_bytes_per_token,
     kv_bytes_per_token,
     low_bit_bytes,
     matrices,
@@ -398,7 +399,14 @@ class ModelPlan:
         return num_rows * self.tokens * bytes_per_token
 
     @property
+    def is_int8_kv(self) -> bool:
+        """Whether the cache is stored in int8: that of the target, and of what its drafts copy."""
+        return not self.is_draft and self.config.attention.kv_dtype == "int8"
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of K and V of a token in the cache."""
+        if self.is_int8_kv:
+            return int8_kv_bytes_per_token(self.part_model, self.shard)
         size = DTYPE_BYTES[self.config.model.dtype]
         return kv_bytes_per_token(self.part_model, self.shard, size)

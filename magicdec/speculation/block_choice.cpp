@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t BLOCK = 16;  // keys of a block (WEIGHTS_BLOCK of kv/view.py)
 constexpr int64_t TILE = 64;   // tokens of a tile of the tiled layout (kv/layout.py)
 
-enum { PLAIN_FLOAT32, PLAIN_BFLOAT16, TILED_BFLOAT16 };
+enum { PLAIN_FLOAT32, PLAIN_BFLOAT16, TILED_BFLOAT16, TILED_INT8 };
 
 struct Best { float score; int64_t block; };
 
@@ -53,10 +53,23 @@ inline void mean_tiled(const bfloat16* pool, int64_t slot, int64_t D, float* to)
     }
 }
 
+// Codes are [D / 4][TILE][4] of a tile, whose scales follow (Int8Tiled of kv/layout.py).
+inline void mean_int8(const int8_t* pool, int64_t slot, int64_t D, float* to) {
+    const int8_t* tile = pool + slot / TILE * TILE * (D + 4);
+    const float* scales = reinterpret_cast<const float*>(tile + TILE * D) + slot % TILE;
+    for (int64_t d = 0; d < D; ++d) {
+        const int8_t* codes = tile + (d / 4 * TILE + slot % TILE) * 4 + d % 4;
+        float sum = 0;
+        for (int64_t i = 0; i < BLOCK; ++i) sum += codes[4 * i] * scales[i];
+        to[d] = sum / BLOCK;
+    }
+}
+
 inline void mean_keys(int kind, const char* pool, int64_t slot, int64_t D, float* to) {
     if (kind == PLAIN_FLOAT32) return mean_plain((const float*)pool, slot, D, to);
     if (kind == PLAIN_BFLOAT16) return mean_plain((const bfloat16*)pool, slot, D, to);
-    mean_tiled((const bfloat16*)pool, slot, D, to);
+    if (kind == TILED_BFLOAT16) return mean_tiled((const bfloat16*)pool, slot, D, to);
+    mean_int8((const int8_t*)pool, slot, D, to);
 }
 
 }  // namespace

@@ -15,14 +15,19 @@ from torch import Tensor
 
 from magicdec.kernels.build import FAST_MATH, SHARED_HEADERS, load_library, share_openmp
 from magicdec.kv.cache import KVCache
-from magicdec.kv.layout import PLAIN, TILED
+from magicdec.kv.layout import INT8_TILED, PLAIN, TILED
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 HEADERS = (SHARED_HEADERS / "arithmetic.h",)
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_int64
 # The kinds of pools of keys, as the library numbers them.
-KINDS = ((PLAIN, torch.float32), (PLAIN, torch.bfloat16), (TILED, torch.bfloat16))
+KINDS = (
+    (PLAIN, torch.float32),
+    (PLAIN, torch.bfloat16),
+    (TILED, torch.bfloat16),
+    (INT8_TILED, torch.int8),
+)
 
 
 @cache

@@ -12,11 +12,13 @@ from attention_cases import (
     BACKENDS,
     DTYPES,
     HEADS,
+    KV_DTYPES,
     LIBRARIES,
     NO_AMX,
     TOLERANCE,
     BackendCase,
     Exact,
+    as_int8,
     cases,
     exact_attention,
     fill,
@@ -41,7 +43,7 @@ WINDOWED: list[KVPolicy] = [FullKV(), StreamingLLM(4, 11), StreamingLLM(40, 60)]
 
 @pytest.mark.narrow("pairs")
 @pytest.mark.parametrize(
-    ("name", "heads", "policy", "dtype"), cases(HEADS, POLICIES, DTYPES), ids=str
+    ("name", "heads", "policy", "dtype"), cases(HEADS, POLICIES, KV_DTYPES), ids=str
 )
 def test_backend_equals_attention_written_out(
     name: str, heads: tuple[int, int, int], policy: KVPolicy, dtype: torch.dtype
@@ -62,7 +64,9 @@ def test_backend_equals_attention_written_out(
 @pytest.mark.narrow("pairs")
 @pytest.mark.parametrize(
     ("name", "policy", "window", "dtype"),
-    cases(WINDOWED, [1, 5, 36, 100], DTYPES, without=list_backends(lambda c: not c.keeps_window)),
+    cases(
+        WINDOWED, [1, 5, 36, 100], KV_DTYPES, without=list_backends(lambda c: not c.keeps_window)
+    ),
     ids=str,
 )
 def test_a_token_sees_only_its_window(
@@ -122,6 +126,7 @@ def test_the_native_library_leaves_the_processor_state_alone() -> None:
         # The last: a prefill, whose last queries fill no tile register and no vector.
         *itertools.product([1, 7, 20, 45], DTYPES, [(), AVX2, AVX512]),
         *((num_new, torch.bfloat16, NO_AMX) for num_new in (1, 20, 45)),
+        *itertools.product([1, 7, 20, 45], [torch.int8], [(), AVX2, AVX512]),
     ],
     ids=str,
 )
@@ -140,10 +145,15 @@ def test_native_splits_long_rows_and_returns_the_log_sum_exp(
     length = 3000
     cache, k, v = fill(backend, 2, 64, [length] * 2, dtype, length + num_new, layers=1)
     view = make_view(cache, range(2), FullKV(), num_new)
-    case = BackendCase(view, torch.randn(2, num_new, 8, 64).to(dtype), k, v)
-    for out, lse, *qkv in zip(*case.run(backend, "run_with_lse"), case.q, k, v, strict=True):
+    case = BackendCase(view, torch.randn(2, num_new, 8, 64).to(k.dtype), k, v)
+    read = k, v
+    if dtype == torch.int8:
+        read = as_int8(k), as_int8(v)
+    for out, lse, *qkv in zip(*case.run(backend, "run_with_lse"), case.q, *read, strict=True):
         exact = exact_attention(*qkv)
-        assert (lse.double() - exact.lse).abs().max() < 1e-4
+        # Halves of a scale may be rounded either way.
+        bound = 1e-3 if dtype == torch.int8 else 1e-4
+        assert (lse.double() - exact.lse).abs().max() < bound
         assert (out.double() - exact.out).abs().max() < TOLERANCE[dtype] / 10
 
 
@@ -164,6 +174,12 @@ def test_native_splits_long_rows_and_returns_the_log_sum_exp(
             [(2, 2, 64), (6, 2, 64), (32, 2, 64)],
             [torch.float32],
         ),
+        *itertools.product(
+            [(), AVX2, AVX512],
+            [None, 66, 700],
+            [(2, 2, 64), (6, 2, 64), (32, 2, 64)],
+            [torch.int8],
+        ),
     ],
     ids=str,
 )
@@ -183,7 +199,7 @@ def test_native_gives_a_token_the_same_bits_alone_and_with_others(
     num_new = 5
     num_heads, kv_heads, size = heads
     cache, k, v = fill(backend, kv_heads, size, [1300, 63], dtype, 1400, layers=1)
-    q = torch.randn(2, num_new, num_heads, size).to(dtype)
+    q = torch.randn(2, num_new, num_heads, size).to(k.dtype)
 
     def attend(rows: list[int], first: int, count: int) -> Tensor:
         view = make_view(cache, rows, FullKV(), count, window=window)
@@ -263,7 +279,9 @@ def exact_heads(
 
 
 @pytest.mark.narrow("pairs")
-@pytest.mark.parametrize(("name", "heads", "dtype"), cases(HEADS, DTYPES, interpreted=0), ids=str)
+@pytest.mark.parametrize(
+    ("name", "heads", "dtype"), cases(HEADS, KV_DTYPES, interpreted=0), ids=str
+)
 def test_every_head_reads_its_own_ranges(
     name: str, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
@@ -279,7 +297,7 @@ def test_every_head_reads_its_own_ranges(
 @pytest.mark.narrow("values")
 @pytest.mark.parametrize(
     ("name", "heads", "dtype"),
-    cases(HEADS, DTYPES, without=WITHOUT_WEIGHTS, interpreted=0),
+    cases(HEADS, KV_DTYPES, without=WITHOUT_WEIGHTS, interpreted=0),
     ids=str,
 )
 def test_weights_are_the_softmax_summed_by_block(
@@ -311,7 +329,7 @@ def check_mass(mass: Tensor, exact: Exact, total: float, dtype: torch.dtype) -> 
 @pytest.mark.narrow("values")
 @pytest.mark.parametrize(
     ("name", "window", "dtype"),
-    cases([2, 21], DTYPES, without=WITHOUT_WEIGHTS, interpreted=0),
+    cases([2, 21], KV_DTYPES, without=WITHOUT_WEIGHTS, interpreted=0),
     ids=str,
 )
 def test_weights_and_ranges_by_head_under_a_window(

@@ -85,12 +85,13 @@ def make_pair(
     dtype: torch.dtype,
     lengths: Sequence[int],
     model: Transformer | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[ModelRunner, ModelRunner]:
     """Two runners with the same weights and cached tokens: layer by layer, and native."""
     model = model or pack(tiny_transformer(config, dtype=dtype))
     group = Group((0,), 0)
     place = (len(lengths), MOST)
-    first = ModelRunner(model, NativeBackend(), group, *place)
+    first = ModelRunner(model, NativeBackend(), group, *place, kv_dtype=kv_dtype)
     second = replace(first, backend=NativeBackend(), executor=Executor(model, group))
     for runner in (first, second):
         for row in range(len(lengths)):
@@ -363,6 +364,12 @@ def test_attention_weights_and_queries_are_shown(dtype: torch.dtype) -> None:
         assert ours.layers.keys() == theirs.layers.keys() == set(range(TINY.num_layers))
         for layer, values in ours.layers.items():
             assert torch.equal(values, theirs.layers[layer])
+
+
+def test_an_int8_cache_is_read() -> None:
+    pair = make_pair(TINY, torch.bfloat16, [130, 3], kv_dtype=torch.int8)
+    assert pair[0].cache.k.dtype == torch.int8
+    check_same(pair, chain, ids_for(2, 1), SinksAndWindow(4, 50), 5)
 
 
 def test_ranges_of_single_heads_are_read() -> None:

@@ -47,7 +47,12 @@ SELFSPEC: dict[str, Any] = {
         "reselect_every": 0,
         "recent_window": None,
     },
-    "attention": {"backend": "native", "backend_reason": "auto: native", "prefill_chunk": 512},
+    "attention": {
+        "backend": "native",
+        "backend_reason": "auto: native",
+        "prefill_chunk": 512,
+        "kv_dtype": "bfloat16",
+    },
     "decoding": {
         "strategy": "speculative",
         "drafter": "self",

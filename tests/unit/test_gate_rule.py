@@ -216,6 +216,7 @@ OTHER = {
     "text": ({"workload__sha256": "x"}, "dataset demo has other text for the same settings"),
     "dtype": ({"config__model__dtype": "bfloat16"}, "dtype bfloat16, was float32"),
     "int8": ({"config__model__target_dtype": "int8"}, "weights int8, was float32"),
+    "int8 cache": ({"config__attention__kv_dtype": "int8"}, "kv_dtype int8, was float32"),
     "length": ({"config__workload__gen_len": 9}, "gen_len 9, was 64"),
     "corpus": ({"config__decoding__lookup_corpus": "a"}, "lookup_corpus a, was None"),
     "eos": ({"config__decoding__ignore_eos": "other"}, "ignore_eos other, was False"),

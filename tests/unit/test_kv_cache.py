@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magicdec.kv.cache import KVCache
-from magicdec.kv.layout import PLAIN, TILED, KVLayout
+from magicdec.kv.layout import INT8_TILED, PLAIN, TILED, KVLayout
 from magicdec.kv.pool import CacheShape
 from magicdec.speculation.policies.streaming_llm import StreamingLLM
 
@@ -59,22 +59,54 @@ def test_a_layout_returns_written_tokens_and_changes_no_others(
 
 @pytest.mark.parametrize("num_tokens", [1, 64, 100, 190])
 @pytest.mark.parametrize("block_size", [64, 192])
-@pytest.mark.parametrize("layout", [PLAIN, TILED], ids=["plain", "tiled"])
+@pytest.mark.parametrize("layout", [PLAIN, TILED, INT8_TILED], ids=["plain", "tiled", "int8"])
 def test_the_first_keys_of_rows_are_those_at_their_slots(
     layout: KVLayout, block_size: int, num_tokens: int
 ) -> None:
     """Rows lie in several blocks or in one, and end within a tile."""
-    dtype = torch.bfloat16
+    dtype = torch.int8 if layout is INT8_TILED else torch.bfloat16
     shape = CacheShape(2, 3, 32, block_size, 3 * 192 // block_size, layout)
     cache = KVCache(shape, 3, 192 // block_size, dtype, torch.device("cpu"))
     for row in (2, 0, 1):
         cache.allocate(row, 192)
     rows = torch.tensor([1, 2])
     slots = cache.slots(rows, torch.arange(192).expand(2, -1))
-    k = torch.randn(2, 192, 3, 32).to(dtype)
+    k = torch.randn(2, 192, 3, 32).bfloat16()
     cache.write(1, slots, k, k)
     expected = cache.read(1, slots)[0][:, :, :num_tokens]
     assert torch.equal(cache.first_keys(1, rows, num_tokens), expected)
+
+
+@pytest.mark.parametrize("head_dim", [4, 64, 80])
+def test_an_int8_cache_rounds_to_a_scale_of_each_token_and_head(head_dim: int) -> None:
+    """By the definition: 127ths of the largest magnitude. A token of zeros stays zero, other tokens
+    do not change, and copies have the same bits."""
+    shape = CacheShape(2, 3, head_dim, 128, 2, INT8_TILED)
+    cache = KVCache(shape, 2, 1, torch.int8, torch.device("cpu"))
+    for row in range(2):
+        cache.allocate(row, 128)
+    rows = torch.arange(2)
+    places = torch.stack([torch.randperm(128)[:41] for _ in rows])
+    slots = cache.slots(rows, places)
+    k, v = torch.randn(2, 2, 41, 3, head_dim)
+    k[0, 5] = 0
+    v[1, 7, 2] = 0
+    cache.write(1, slots, k, v)
+    for written, found in zip((k, v), cache.read(1, slots), strict=True):
+        numbers = written.transpose(1, 2)
+        scale = numbers.abs().amax(3, keepdim=True) / 127
+        expected = (numbers / scale.clamp(min=1e-30)).round() * scale
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    whole = cache.slots(rows, torch.arange(128).expand(2, -1))
+    untouched = torch.ones(2, 128, dtype=torch.bool)
+    untouched[rows.unsqueeze(1), places] = False
+    for stored in cache.read(1, whole):
+        assert not stored.transpose(1, 2)[untouched].any()
+    assert not any(stored.any() for stored in cache.read(0, whole)), "another layer is untouched"
+    cache.copy_block(cache.blocks[0][0], cache.blocks[1][0])
+    first, second = cache.read(1, whole)[0]
+    assert torch.equal(first, second)
+    assert cache.bytes_per_token == 2 * 2 * 3 * (head_dim + 4)
 
 
 def test_tiles_hold_pairs_of_dimensions_of_keys_and_pairs_of_tokens_of_values() -> None:

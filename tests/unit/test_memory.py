@@ -184,6 +184,7 @@ PLAIN = RunConfig(decoding=DecodingSection("autoregressive"))
 RUNS = {
     "baseline": PLAIN,
     "sdpa": replace(PLAIN, attention=AttentionSection("sdpa")),
+    "int8 sdpa": replace(PLAIN, attention=AttentionSection("sdpa", kv_dtype="int8")),
     "streaming": speculative("self", KVSection(budget=33)),
     "snapkv": speculative("self", KVSection("snapkv", 40)),
     "snapkv sdpa": speculative("self", KVSection("snapkv", 40), "sdpa"),

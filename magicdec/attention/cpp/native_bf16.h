@@ -57,7 +57,7 @@ struct Bf16Tiles : PairPools {
     }
     template <int N>
     void weigh(const uint32_t* weights, const Tile& tile, int64_t ahead, const float* scale, float* acc) const {
-        weigh_queries<N>(weights + tile.first_pair, tile.values, tile.num_pairs, ahead, scale, acc);
+        weigh_queries<N>(weights + tile.first_group, tile.values, tile.num_groups, ahead, scale, acc);
     }
 };
 

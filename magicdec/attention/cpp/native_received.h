@@ -29,18 +29,18 @@ struct Bf16Scores {
     const bool by_registers = FITS_REGISTERS && may_use_tiles();
     amx::Registers registers;
 };
-#else
+#endif
+template <typename WideKernel>
 struct WideScores {
-    using Kernel = Wide;
+    using Kernel = WideKernel;
     inline static const float FACTOR = 1.0f / std::sqrt(float(HEAD_SIZE));
-    void operator()(const float* q, int64_t M, const bfloat16* keys, int64_t slot, int64_t, float* scores) const {
-        const Tile tile = PairPools::at(keys, keys, slot, TILE);
+    void operator()(const float* q, int64_t M, const typename Kernel::Pool* keys, int64_t slot, int64_t, float* scores) const {
+        const auto tile = Kernel::at(keys, keys, slot, TILE);
         in_blocks(M, [&]<int N>(int64_t m) {
-            Wide{}.template score<N, TILE / LANES>(q + m * HEAD_SIZE, tile, 0, scores + m * TILE);
+            Kernel{}.template score<N, TILE / LANES>(q + m * HEAD_SIZE, tile, 0, scores + m * TILE);
         });
     }
 };
-#endif
 
 // The keys [first, length) of each of B rows, whose last T tokens have the queries q [B, T, H, D]. `sinks` [H]: as in `merge`.
 struct Received {
@@ -87,8 +87,8 @@ inline void add_weights(const Received& r, int64_t g, int64_t from, int64_t M, i
 }
 
 // out [B, G, length - first]: the weights that each key received, summed over the queries and heads of its KV head.
-template <typename Scores, typename S>
-void receive(const Received& r, const S* q, const S* keys, const Table& table, float* out) {
+template <typename Scores, typename S, typename Pool>
+void receive(const Received& r, const S* q, const Pool* keys, const Table& table, float* out) {
     using Kernel = typename Scores::Kernel;
     const int64_t rep = r.H / r.G, M = r.T * rep, rows = std::min<int64_t>(MAX_QUERIES, (M + 15) / 16 * 16);
     const Problem p{r.B, r.T, r.H, r.G, HEAD_SIZE, r.block_size, nullptr, 0, false};

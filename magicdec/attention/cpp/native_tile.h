@@ -1,5 +1,5 @@
-// Tiles of keys and values in bfloat16 pairs, and attention over them: what is the same for all ways to multiply a
-// tile (native_bf16.h with bfloat16 dot products, native_wide.h without, native_registers.h).
+// Tiles of keys and values in bfloat16 pairs, and attention over tiles: what is the same for all ways to multiply one
+// (native_bf16.h with bfloat16 dot products, native_wide.h without, also int8 quads, native_registers.h).
 //
 // The KV pools have a layout for small GEMMs (Tiled of kv/layout.py). For every TILE tokens of a head, keys are stored as
 // [pair of dimensions][token] and values as [pair of tokens][dimension], where an entry holds the two elements of a pair.
@@ -10,7 +10,7 @@
 // `values` on. Lanes before `low` and from `high` on do not belong to the segment.
 struct Tile {
     const uint32_t *keys, *values;
-    int64_t low, high, first_pair, num_pairs;  // pairs are counted from the first vector's first lane
+    int64_t low, high, first_group, num_groups;  // pairs, which are counted from the first vector's first lane
 };
 
 // Pools of bfloat16 pairs.

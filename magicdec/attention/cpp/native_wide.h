@@ -1,18 +1,31 @@
-// Attention over tiles of bfloat16 pairs (native_tile.h) for every CPU: they are widened to float32 in registers
-// (kernels/wide.h). Queries, weights and sums are float32.
+// Attention over tiles of bfloat16 pairs (native_tile.h) or of int8 quads (native_int8.h) for every CPU: they are widened
+// to float32 in registers (kernels/wide.h). Queries, weights and sums are float32.
 
-// Tiles of bfloat16 pairs, widened for the chunk of a prefill; as FloatRows of native_chunk.h.
+// A tile that is widened for the chunk of a prefill; as FloatRows of native_chunk.h.
 struct WidenedTile {
     static constexpr int KEY = 1, DIMENSION = TILE;
     static inline const float SCALE = 1.0f / std::sqrt(float(HEAD_SIZE));
     const float *keys, *values;
     alignas(64) float widened[2 * TILE * HEAD_SIZE];
     void find(const bfloat16* k_pool, const bfloat16* v_pool, int64_t slot) {
-        const int64_t tile = slot / TILE * TILE * HEAD_SIZE, lane = slot % TILE;
-        keys = widened + lane, values = widened + (TILE + lane) * HEAD_SIZE;
+        const int64_t tile = slot / TILE * TILE * HEAD_SIZE;
+        point_at(slot % TILE);
         widen_pairs<TILE>(k_pool + tile, PAIRS, widened);
         widen_pairs<HEAD_SIZE>(v_pool + tile, TILE / 2, widened + TILE * HEAD_SIZE);
     }
+    void find(const int8_t* k_pool, const int8_t* v_pool, int64_t slot) {
+        const QuadTile tile = QuadPools::at(k_pool, v_pool, slot / TILE * TILE, TILE);
+        point_at(slot % TILE);
+        for (int d = 0; d < HEAD_SIZE; ++d)
+            for (int i = 0; i < TILE; i += W)
+                store(widened + d * TILE + i,
+                      of_quad(load_bits(tile.keys + d / 4 * TILE + i), d % 4) * load(tile.key_scales + i));
+        for (int t = 0; t < TILE; ++t)
+            for (int i = 0; i < HEAD_SIZE; i += W)
+                store(widened + (TILE + t) * HEAD_SIZE + i,
+                      of_quad(load_bits(tile.values + t / 4 * HEAD_SIZE + i), t % 4) * tile.value_scales[t]);
+    }
+    void point_at(int64_t lane) { keys = widened + lane, values = widened + (TILE + lane) * HEAD_SIZE; }
     // Rows [2 * pairs][WIDTH] from [pairs][WIDTH][2].
     template <int WIDTH>
     static void widen_pairs(const bfloat16* from, int64_t pairs, float* to) {
@@ -36,10 +49,10 @@ struct WideScratch {
 
 // Softmax of one query's scores for a tile, in place: weights of the visible lanes [from, to), relative to the running
 // `maximum`, and zeros in the others. Updates `maximum` and `total`; `scale` is the factor for earlier sums, and `sums` get
-// the weights' sums by LANES keys, or are null. Not inlined, so that
-// a query has the same bits wherever this is called.
+// the weights' sums by LANES keys, or are null. If there are `value_scales`, they multiply the weights at last. Not inlined,
+// so that a query has the same bits wherever this is called.
 __attribute__((noinline)) void soften_wide(float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
-                                           float* scale, float* sums) {
+                                           float* scale, float* sums, const float* value_scales) {
     constexpr int V = TILE / W;
     typedef int32_t lanes __attribute__((vector_size(W * 4)));
     const bool is_whole = from <= 0 && to >= TILE;  // mostly
@@ -70,7 +83,7 @@ __attribute__((noinline)) void soften_wide(float* scores, int64_t from, int64_t 
             for (int j = 1; j < LANES / W; ++j) part += s[i * LANES / W + j];
             sums[i] = sum_across(part);
         }
-    for (int i = 0; i < V; ++i) store(scores + W * i, s[i]);
+    for (int i = 0; i < V; ++i) store(scores + W * i, value_scales ? s[i] * load(value_scales + W * i) : s[i]);
 }
 
 // Calls body.operator()<V>(i) for vectors i, i + 1, .. i + V - 1 of COUNT, with V at most MOST.
@@ -81,8 +94,8 @@ inline void in_vectors(Body body) {
     if constexpr (rest > 0) body.template operator()<rest>(COUNT - rest);
 }
 
-// What both storages share, by their `Pools`: `multiply<N, V>(left, entries, stride, column, pairs, ahead, sums)` adds the products of
-// `pairs` pairs of V vectors of columns from `column` on. A few columns are multiplied at a time, as registers allow; the next tile is
+// What both storages share, by their `Pools`, whose entries hold GROUP numbers: `multiply<N, V>(left, entries, stride, column, count,
+// ahead, sums)` adds the products of `count` entries of V vectors of columns from `column` on. A few columns are multiplied at a time, as registers allow; the next tile is
 // prefetched in the order of its addresses all the same, since memory is read at its full rate only so.
 template <typename Tiles, typename Pools>
 struct WideProducts : Pools {
@@ -94,27 +107,27 @@ struct WideProducts : Pools {
         auto next = reinterpret_cast<const char*>(tile.keys + ahead);
         in_vectors<C * LANES / W, vectors_of(N)>([&]<int V>(int i) {
             vec s[N][V] = {};
-            Tiles::multiply(::Left{q, HEAD_SIZE, 1}, tile.keys, TILE, W * i, PAIRS, InOrder{next}, s);
+            Tiles::multiply(::Left{q, HEAD_SIZE, 1}, tile.keys, TILE, W * i, HEAD_SIZE / Tiles::GROUP, InOrder{next}, s);
             for (int n = 0; n < N; ++n)
-                for (int v = 0; v < V; ++v) store(scores + n * TILE + W * (i + v), s[n][v]);
+                for (int v = 0; v < V; ++v) store(scores + n * TILE + W * (i + v), Tiles::scaled(tile, W * (i + v), s[n][v]));
         });
     }
 
     template <int C, typename AnyTile>
     void soften(const AnyTile& tile, float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
                 float* scale, float*, float* sums) const {
-        soften_wide(scores, from, to, factor, maximum, total, scale, sums);
+        soften_wide(scores, from, to, factor, maximum, total, scale, sums, Tiles::value_scales(tile));
     }
 
     template <int N, typename AnyTile>
     void weigh(const float* weights, const AnyTile& tile, int64_t ahead, const float* scale, float* acc) const {
-        const ::Left left = {weights + 2 * tile.first_pair, TILE, 1};
+        const ::Left left = {weights + Tiles::GROUP * tile.first_group, TILE, 1};
         auto next = reinterpret_cast<const char*>(tile.values + ahead);
         in_vectors<HEAD_SIZE / W, vectors_of(N)>([&]<int V>(int i) {
             vec a[N][V];
             for (int n = 0; n < N; ++n)
                 for (int v = 0; v < V; ++v) a[n][v] = load(acc + n * HEAD_SIZE + W * (i + v)) * scale[n];
-            Tiles::multiply(left, tile.values, HEAD_SIZE, W * i, tile.num_pairs, InOrder{next}, a);
+            Tiles::multiply(left, tile.values, HEAD_SIZE, W * i, tile.num_groups, InOrder{next}, a);
             for (int n = 0; n < N; ++n)
                 for (int v = 0; v < V; ++v) store(acc + n * HEAD_SIZE + W * (i + v), a[n][v]);
         });
@@ -122,14 +135,41 @@ struct WideProducts : Pools {
 };
 
 struct WidePairs : WideProducts<WidePairs, PairPools> {
+    static constexpr int GROUP = 2;
     template <int N, int V>
     static void multiply(::Left left, const uint32_t* entries, int64_t stride, int column, int64_t pairs, InOrder ahead,
                          vec (&sums)[N][V]) {
         ::multiply(left, entries + column, stride, pairs, sums, ahead);
     }
+    static vec scaled(const Tile&, int, vec scores) { return scores; }
+    static const float* value_scales(const Tile&) { return nullptr; }
 };
 
-struct Wide : WidePairs {
+struct WideQuads : WideProducts<WideQuads, QuadPools> {
+    static constexpr int GROUP = 4;
+    template <int N, int V>
+    static void multiply(::Left left, const uint32_t* entries, int64_t stride, int column, int64_t quads, InOrder ahead,
+                         vec (&sums)[N][V]) {
+        for (int64_t quad = 0; quad < quads; ++quad, left.x += 4) {
+            const uint32_t* row = entries + quad * stride + column;
+            for (int i = 0; i < V; ++i) {
+                const bits all = load_bits(row + W * i);
+                if (W == 16 || i % 2 == 0) ahead(row);
+                unrolled<4>([&]<int part>() {
+                    const vec x = of_quad(all, part);
+                    for (int n = 0; n < N; ++n)
+                        sums[n][i] = fused(broadcast(left.x[n * left.row + part]), x, sums[n][i]);
+                });
+            }
+        }
+    }
+    static vec scaled(const QuadTile& tile, int column, vec scores) { return scores * load(tile.key_scales + column); }
+    static const float* value_scales(const QuadTile& tile) { return tile.value_scales; }
+};
+
+template <typename Tiles>
+struct WideKernel : Tiles {
+    using Pool = typename Tiles::Pool;
     using Query = float;
     static constexpr int QUERY_SIZE = HEAD_SIZE;
     static constexpr int64_t QUERY_BLOCK = MAX_QUERIES;
@@ -141,6 +181,8 @@ struct Wide : WidePairs {
                           const Query* q, Scratch& scratch, float* maximum, float* total, float* acc, const Mass& mass) {
         if (p.is_prefill() && !mass.data)
             return attend_chunk(scratch.tile, p, task, segments, k_pool, v_pool, q, scratch.chunk, maximum, total, acc);
-        return attend_tiles<Wide>(WidePairs{}, p, task, segments, k_pool, v_pool, q, scratch, maximum, total, acc, mass);
+        return attend_tiles<WideKernel>(Tiles{}, p, task, segments, k_pool, v_pool, q, scratch, maximum, total, acc, mass);
     }
 };
+using Wide = WideKernel<WidePairs>;
+using WideInt8 = WideKernel<WideQuads>;

@@ -112,7 +112,14 @@ class WiderTexts:
         self, model: Transformer, rows: Sequence[int], prompt_lens: Sequence[int], num_new: int
     ) -> ModelRunner:
         longest = max(prompt_lens) + num_new
-        runner = ModelRunner(model, self.make_backend(), self.source.group, len(rows), longest)
+        runner = ModelRunner(
+            model,
+            self.make_backend(),
+            self.source.group,
+            len(rows),
+            longest,
+            kv_dtype=self.source.kv_dtype,
+        )
         for place, (row, length) in enumerate(zip(rows, prompt_lens, strict=True)):
             runner.allocate(place)
             for layer in range(len(model.layers)):
@@ -126,9 +133,10 @@ class WiderTexts:
         cache, _ = self.source.caches.cache_of(index)
         source = upload([row], device)
         target = upload([place], device)
+        dtype = next(runner.model.parameters()).dtype
         # A layer with a window may have lost the tokens that none after the prompt can see.
         for at in range(cache.first_held[row], length, TILE_TOKENS):
             positions = torch.arange(at, min(at + TILE_TOKENS, length), device=device)[None]
             entries = self.source.caches.read(index, source, positions)  # [1, G, tokens, D] each
-            k, v = (entry.to(runner.cache.k.dtype) for entry in entries)
+            k, v = (entry.to(dtype) for entry in entries)
             runner.caches.write(layer, target, positions, k, v)

@@ -220,10 +220,11 @@ def fill(runner: ModelRunner, context: int) -> Batch:
     ids = torch.randint(vocab_size, (runner.num_rows, context + 1), generator=generator).tolist()
     for row in rows:
         runner.allocate(row)
-    # Normal numbers, the same in every layer. Pages that were never written would all be one page
+    # Random numbers, the same in every layer. Pages that were never written would all be one page
     # of zeros, which is read from the processor's cache; equal keys would give a policy no choice.
     cache = runner.cache
-    cache.k[0].normal_(generator=torch.Generator(cache.k.device).manual_seed(0))
+    generator = torch.Generator(cache.k.device).manual_seed(0)
+    cache.shape.layout.fill_randomly(cache.k[:1], generator)
     cache.k[1:] = cache.k[0]
     cache.v[:] = cache.k[0]
     requests = []

@@ -76,6 +76,28 @@ def _first_that_serves(machine: Machine, case: AttentionCase) -> Choice:
     raise AssertionError("the last backend of a device's line serves every case")
 
 
+INT8_QUAD = 4  # int8 codes of an entry of the cache: head sizes are multiples of it
+
+
+def choose_kv_dtype(value: str, dtype: str, backend: str, head_dim: int) -> str:
+    """The dtype in which the cache of a run of `dtype` is stored. Raises ValueError if the user
+    asked for one that the backend cannot read."""
+    if value == "auto":
+        return dtype
+    if head_dim % INT8_QUAD:
+        raise ValueError(
+            f"--kv_dtype {value}: head size {head_dim} is not a multiple of {INT8_QUAD}; choose "
+            "auto"
+        )
+    obstacle = capabilities_of(backend).int8_kv_obstacle(dtype)
+    if obstacle is not None:
+        fitting = list_backends(lambda c: c.int8_kv_obstacle(dtype) is None)
+        raise ValueError(
+            f"--kv_dtype {value}: {obstacle}; choose auto, or --attention {' or '.join(fitting)}"
+        )
+    return value
+
+
 def check_returns_weights(backend: str, policy: str) -> None:
     """Raises ValueError if the policy needs attention weights that the backend lacks."""
     if policy_called(policy).needs_weights and not capabilities_of(backend).returns_weights:

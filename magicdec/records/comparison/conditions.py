@@ -144,6 +144,7 @@ def conditions(record: JudgedRecord) -> dict[str, Any]:
         FORMAT: prompt_format(config),
         "gen_len": config["workload"]["gen_len"],
         "dtype": config["model"]["dtype"],
+        "kv_dtype": kv_dtype_of(config),
         "weights": weight_dtypes(config),
         "sampling": sampling(config),
         "ignore_eos": config["decoding"]["ignore_eos"],
@@ -151,6 +152,13 @@ def conditions(record: JudgedRecord) -> dict[str, Any]:
         "step_cost": None if cost is None else list(cost),  # a tuple before it was written
         "emulate_acceptance": None if emulated is None else list(emulated),
     }
+
+
+def kv_dtype_of(config: Mapping[str, Any]) -> str:
+    """The dtype in which the target's cache was stored; once it was always that of the run."""
+    attention = config.get("attention") or {}
+    found: str = attention.get("kv_dtype", config["model"]["dtype"])
+    return found
 
 
 def weight_dtypes(config: dict[str, Any]) -> str:

@@ -270,7 +270,7 @@ class Executor:
         layout. `sinks`, float32 [H]: logits that take part in the softmax."""
         (num_rows, num_new, num_heads, size) = queries.shape
         shape = cache.shape
-        assert queries.dtype == cache.k.dtype and num_new <= length - first
+        assert cache.k.dtype in (queries.dtype, torch.int8) and num_new <= length - first
         queries = queries.contiguous()
         table = cache.block_table
         out = torch.empty(num_rows, shape.num_kv_heads, length - first)

@@ -60,7 +60,7 @@ class HiddenStates(ForwardObserver):
             num_texts=runner.num_texts,
             max_tokens=runner.max_tokens,
             size=runner.model.config.hidden_size,
-            dtype=runner.cache.k.dtype,
+            dtype=next(runner.model.parameters()).dtype,
             device=runner.device,
             cache=runner.cache if runner.shares_prefixes else None,
         )
