@@ -67,7 +67,7 @@ def test_every_process_has_one_time_a_request() -> None:
         ("burst:3", "--arrival burst:3 is not known"),
         ("trace:", "--arrival trace: is not known; choose from burst"),
         ("poisson", "--arrival poisson is not known; choose from burst"),
-        ("poisson:fast", "trace:FILE, weka:FILE, mooncake:FILE, with a time MS larger"),
+        ("poisson:fast", "mooncake:FILE, mlperf:FILE, aiperf:FILE, with a time MS larger"),
         ("constant:0", "--arrival constant:0 is not known"),
         ("uniform:nan", "--arrival uniform:nan is not known"),
     ],

@@ -41,7 +41,9 @@ from magicdec.bench.audit.sampling import Expected, compare_draws
 from magicdec.names import AUDIT_CHECKS
 from magicdec.records.reading import read_records
 
-GREEDY, _, _, SAMPLING = AUDIT_CHECKS
+GREEDY = "greedy"
+SAMPLING = "sampling"
+assert {GREEDY, SAMPLING} <= set(AUDIT_CHECKS)
 SMALL = ["--prefix_len", 24, "--gen_len", 40, "--num_requests", 4, "--concurrency", 1]
 TOP_K = ["--temperature", 1, "--top_k", 5]
 FAST = ["--num_places", 1, "--total_variation", 0.2]

@@ -319,7 +319,7 @@ def test_a_trace_is_served_and_recorded(tiny_checkpoint: Path, tmp_path: Path) -
 
 
 def check_table(records: list[PassRecord]) -> None:
-    summary, *parts = tables(records)
+    summary, *parts = [t for t in tables(records) if "by the length of the text" not in t.title]
     assert [row[0] for row in summary.rows] == [record.name for record in records]
     shown = [column.label for table in parts for column in table.headings[1:]]
     assert shown == [record.name for record in records]

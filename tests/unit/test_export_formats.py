@@ -53,7 +53,7 @@ def served(is_drafting: bool = False, **load: object) -> Line:
             prompt_len=prompt_len,
             output_len=len(times),
             output_hash="0",
-            **(drafts_of(JUDGED) if is_drafting and arrived_s == 0 and prompt_len == 4 else {}),
+            **(drafts_of(JUDGED, 4) if is_drafting and arrived_s == 0 and prompt_len == 4 else {}),
         )
         for times, prompt_len, arrived_s in zip(times_s, (4, 8, 16), (0.0, 0.0, 1.5), strict=True)
     ]

@@ -115,7 +115,7 @@ def test_tokens_after_the_end_are_dropped() -> None:
     scheduler, new = prefilled(9, 4, 9)
     output = StepOutput([[5, EOS, 6, 7], [5, 6, 7, 8], [EOS, EOS]], 3, [3, 3, 1])
     found = scheduler.commit(next_batch(scheduler), output, now=2.0)
-    assert found == replace(output, token_ids=[[5, EOS], [5, 6, 7], [EOS]])
+    assert found == replace(output, token_ids=[[5, EOS], [5, 6, 7], [EOS]], contexts=[4, 4, 4])
     assert outputs(new) == [[1, 5, EOS], [1, 5, 6, 7], [1, EOS]]
     assert [len(request.token_times_s) for request in new] == [3, 4, 2]
     assert scheduler.schedule() is None

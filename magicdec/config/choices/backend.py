@@ -80,9 +80,9 @@ INT8_QUAD = 4  # int8 codes of an entry of the cache: head sizes are multiples o
 
 
 def choose_kv_dtype(value: str, dtype: str, backend: str, head_dim: int) -> str:
-    """The dtype in which the cache of a run of `dtype` is stored. Raises ValueError if the user
-    asked for one that the backend cannot read."""
-    if value == "auto":
+    """The dtype in which the cache of a run of `dtype` is stored; a record's config has its name in
+    place of auto. Raises ValueError if the user asked for one that the backend cannot read."""
+    if value in ("auto", dtype):
         return dtype
     if head_dim % INT8_QUAD:
         raise ValueError(
