@@ -322,7 +322,8 @@ class SpeculatingServer:
             drafted += 3 * GAMMA * len(judged) + GAMMA
         if not drafted:
             return None
-        rate, length = accepted / drafted, 1 + accepted / len(judged)
+        rate = accepted / drafted
+        length = 1 + accepted / max(1, len(judged))
         if self.fault == "accepted tokens a step in place of a rate":
             rate = accepted / len(judged)
         if self.fault == "acceptance length without the bonus token":
