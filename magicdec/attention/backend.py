@@ -22,7 +22,8 @@ from magicdec.names import ATTENTION_BACKENDS, load_named
 
 @dataclass(frozen=True)
 class CallSize:
-    """The size of a layer's attention call on one rank: B rows, T new and S cached tokens a row."""
+    """The size of a layer's attention call on one rank: B rows, T new and S cached tokens a row.
+    The numbers of the cache are int8 codes if it `is_int8_kv`."""
 
     B: int
     T: int
@@ -31,10 +32,16 @@ class CallSize:
     num_kv_heads: int
     head_dim: int
     dtype_bytes: int
+    is_int8_kv: bool = False
+
+    @property
+    def kv_numbers(self) -> int:
+        """Numbers of all K and V."""
+        return 2 * self.B * self.S * self.num_kv_heads * self.head_dim
 
     @property
     def kv_bytes(self) -> int:
-        return 2 * self.B * self.S * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        return self.kv_numbers * self.dtype_bytes
 
     @property
     def mask_bytes(self) -> int:

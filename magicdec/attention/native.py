@@ -45,7 +45,7 @@ class NativeBackend(AttentionBackend):
         devices=("cpu",),
         needs_compiler=True,
         head_sizes=HeadSizes("a multiple of 16", range(16, 1024, 16)),
-        int8_kv_dtypes=("bfloat16",),
+        reads_int8_kv=True,
         can_be_recorded=False,
         is_part_of_native_steps=True,
     )

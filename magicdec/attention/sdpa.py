@@ -12,13 +12,12 @@ from magicdec.attention.sinks import fused_attention, softmax_with_sinks
 from magicdec.config.capabilities import Capabilities
 from magicdec.kv.layout import INT8_TILED, PLAIN, KVLayout
 from magicdec.kv.view import KVView
-from magicdec.names import DTYPES
 
 
 class SDPABackend(AttentionBackend):
     """A backend for any block size, row lengths, KV policy and dtype."""
 
-    capabilities = Capabilities("sdpa", int8_kv_dtypes=DTYPES)
+    capabilities = Capabilities("sdpa", reads_int8_kv=True)
 
     def __init__(self, block_size: int = 64) -> None:
         self._block_size = block_size
@@ -27,7 +26,9 @@ class SDPABackend(AttentionBackend):
 
     @staticmethod
     def working_bytes(size: CallSize) -> int:
-        return size.kv_bytes + size.mask_bytes
+        """Copies of K and V and the mask; codes and what they are in float32 come before."""
+        widened = (1 + 4) * size.kv_numbers if size.is_int8_kv else 0
+        return size.kv_bytes + widened + size.mask_bytes
 
     @staticmethod
     def weights_bytes(size: CallSize) -> int:

@@ -65,7 +65,7 @@ class Capabilities(Requirements):
     """The features of an attention backend (`AttentionBackend.capabilities`)."""
 
     head_sizes: HeadSizes | None = None  # None: all
-    int8_kv_dtypes: tuple[str, ...] = ()  # dtypes of runs in which it reads an int8 KV cache
+    reads_int8_kv: bool = False  # it reads a KV cache that is stored in int8
     keeps_window: bool = True  # it supports the sliding window of a model
     keeps_sinks: bool = True  # it computes the sink logits of a model
     returns_weights: bool = True  # it can return the attention weights of each block of keys
@@ -79,15 +79,6 @@ class Capabilities(Requirements):
         if unmet or self.head_sizes is None or head_dim in self.head_sizes.sizes:
             return unmet
         return f"head size {head_dim} is not {self.head_sizes.name}"
-
-    def int8_kv_obstacle(self, dtype: str) -> str | None:
-        """The reason why it cannot read an int8 KV cache in a run of `dtype`, or None."""
-        if not self.int8_kv_dtypes:
-            return f"--attention {self.name} reads none"
-        if dtype not in self.int8_kv_dtypes:
-            readable = ", ".join(self.int8_kv_dtypes)
-            return f"--attention {self.name} reads it in --dtype {readable}, not {dtype}"
-        return None
 
 
 def capabilities_of(name: str) -> Capabilities:

@@ -118,7 +118,8 @@ def _call_size(plan: ModelPlan, shape: tuple[int, int, int]) -> CallSize:
     num_heads = queries[1] - queries[0]
     num_kv_heads = keys[1] - keys[0]
     dtype_bytes = DTYPE_BYTES[plan.config.model.dtype]
-    return CallSize(*shape, num_heads, num_kv_heads, model.cached_head_dim, dtype_bytes)
+    size = model.cached_head_dim
+    return CallSize(*shape, num_heads, num_kv_heads, size, dtype_bytes, plan.is_int8_kv)
 
 
 def logits_bytes(plan: ModelPlan, num_tokens: int) -> int:

@@ -94,7 +94,7 @@ def is_served(name: str, values: Sequence[object]) -> bool:
     dtype = next((value for value in values if isinstance(value, torch.dtype)), torch.bfloat16)
     capabilities = capabilities_of(kind)
     if dtype == torch.int8:
-        return "bfloat16" in capabilities.int8_kv_dtypes and not name.endswith("of 4")
+        return capabilities.reads_int8_kv and not name.endswith("of 4")
     machine = Machine(1, has_compiler=True)
     device = "cpu" if "cpu" in capabilities.devices else "cuda"
     return capabilities.obstacle(machine, device, size, str(dtype)[6:]) is None

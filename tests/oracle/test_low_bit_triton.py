@@ -83,7 +83,8 @@ def test_a_layer_multiplies_and_a_row_keeps_its_bits(
     assert (out.double() - expected).abs().max() <= bound * expected.abs().max()
     last = layer(x.flatten(0, -2)[-1:].to(DEVICE)).cpu()
     among_others = out.flatten(0, -2)[-1]
-    if DEVICE.type == "cpu" and dtype == F32:
+    is_by_numpy = DEVICE.type == "cpu" and dtype == F32
+    if is_by_numpy and torch.backends.cpu.get_cpu_capability() == "AVX2":
         assert (last[0] - among_others).abs().max() <= bound * expected.abs().max()
     else:
         assert torch.equal(last[0], among_others)

@@ -17,11 +17,14 @@ from magicdec.bench.audit.counting import num_steps_of, seen_steps, tokens_per_s
 from magicdec.bench.audit.greedy import distinct_ties
 from magicdec.bench.audit.judging import margin
 from magicdec.bench.audit.noise import Noise, spacing
+from magicdec.bench.audit.record import SampledPlace
 from magicdec.bench.audit.sampling import (
     ALPHA,
     NUM_DEPTHS,
+    SUSPICION,
     TAIL,
     OpenPlace,
+    combined,
     compare_draws,
     draw,
     draws_needed,
@@ -202,6 +205,25 @@ def test_right_draws_that_look_wrong_are_drawn_again() -> None:
     found = np.array(draws_of(Drawing(right, right), 200))
     assert 2 <= (found < 0.05).sum() <= 22 and (found > 0.5).sum() > 50
     assert (found < 0.01).sum() <= 8 and (found < 1e-3).sum() <= 2
+
+
+def test_a_depth_that_looks_right_keeps_its_p_value_beside_one_that_is_drawn_again() -> None:
+    def tested(p_value: float) -> SampledPlace:
+        return SampledPlace(
+            context=3,
+            depth=2,
+            num_draws=400,
+            num_cells=10,
+            p_value=p_value,
+            total_variation=0.05,
+            total_variation_interval=[0.03, 0.07],
+            total_variation_by_chance=0.08,
+            num_impossible=0,
+        )
+
+    assert combined(tested(0.6), tested(0.3)).p_value == 0.6
+    assert combined(tested(0.04), tested(0.3)).p_value == pytest.approx(SUSPICION * 0.3)
+    assert combined(tested(0.04), None).p_value == SUSPICION
 
 
 def test_wrong_draws_are_found_with_the_power_of_both_draws() -> None:

@@ -254,15 +254,14 @@ def test_an_int8_cache_must_be_read() -> None:
     assert resolve(parsed("--kv_dtype", "int8"), FAST).attention.kv_dtype == "int8"
     assert resolve(parsed("--dtype", "float32"), FAST).attention.kv_dtype == "float32"
     for flags, size, message in (
-        ("--attention grouped", 64, "--attention grouped reads none; choose auto, or --attention"),
-        ("--dtype float32", 64, "--attention native reads it in --dtype bfloat16, not float32"),
-        ("--dtype float32 --attention native", 64, "--attention native reads it in --dtype bfl"),
+        ("--attention grouped", 64, "--attention grouped does not read it; choose auto, or --att"),
+        ("--dtype float32", 64, "it is for --dtype bfloat16, not float32"),
         ("--attention sdpa", 70, "head size 70 is not a multiple of 4; choose auto"),
     ):
         config = parsed("--kv_dtype", "int8", *flags.split())
         with pytest.raises(ValueError, match=f"--kv_dtype int8: {message}"):
             resolve(config, FAST, ModelTraits(size))
-    slowly = parsed("--kv_dtype", "int8", "--dtype", "float32", "--attention", "sdpa")
+    slowly = parsed("--kv_dtype", "int8", "--attention", "sdpa")
     assert resolve(slowly, FAST).attention.kv_dtype == "int8"
 
 

@@ -204,10 +204,11 @@ def test_caches_are_those_of_a_run(
     monkeypatch.setattr(PrefilledMeans, "forwards", lambda *given: None)
     config = RUNS[name]
     backend = "grouped" if config.attention.backend == "auto" else config.attention.backend
+    dtype = "bfloat16" if config.attention.kv_dtype == "int8" else "float32"
     config = replace(
         config,
         workload=config.workload if config.workload.prefix_len == 300 else SMALL,
-        model=replace(config.model, dtype="float32"),
+        model=replace(config.model, dtype=dtype),
         attention=replace(config.attention, backend=backend),
         parallel=ParallelSection(device="cpu", threads=1),
         output=OutputSection(results=str(tmp_path / "runs.jsonl")),

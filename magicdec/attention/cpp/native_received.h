@@ -30,9 +30,9 @@ struct Bf16Scores {
     amx::Registers registers;
 };
 #endif
-template <typename WideKernel>
+template <typename AnyWide>
 struct WideScores {
-    using Kernel = WideKernel;
+    using Kernel = AnyWide;
     inline static const float FACTOR = 1.0f / std::sqrt(float(HEAD_SIZE));
     void operator()(const float* q, int64_t M, const typename Kernel::Pool* keys, int64_t slot, int64_t, float* scores) const {
         const auto tile = Kernel::at(keys, keys, slot, TILE);

@@ -280,11 +280,11 @@ def draw(
         return DrawnPlace(answers, [*tested.values()])
     more = answers_of(range(1 + first, 1 + first + again))
     confirmed = tests_of(place, more, expected, noise)
-    results = [_combined(found, confirmed.get(beginning)) for beginning, found in tested.items()]
+    results = [combined(found, confirmed.get(beginning)) for beginning, found in tested.items()]
     return DrawnPlace([*answers, *more], results)
 
 
-def _combined(first: SampledPlace, again: SampledPlace | None) -> SampledPlace:
+def combined(first: SampledPlace, again: SampledPlace | None) -> SampledPlace:
     """What two tests of one place say, of which the second counts only if the first looked wrong.
     The p-value is one: right draws look wrong with the probability `SUSPICION`, and then their
     second p-value is below x with the probability x."""

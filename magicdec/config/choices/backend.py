@@ -89,11 +89,16 @@ def choose_kv_dtype(value: str, dtype: str, backend: str, head_dim: int) -> str:
             f"--kv_dtype {value}: head size {head_dim} is not a multiple of {INT8_QUAD}; choose "
             "auto"
         )
-    obstacle = capabilities_of(backend).int8_kv_obstacle(dtype)
-    if obstacle is not None:
-        fitting = list_backends(lambda c: c.int8_kv_obstacle(dtype) is None)
+    if dtype != "bfloat16":
         raise ValueError(
-            f"--kv_dtype {value}: {obstacle}; choose auto, or --attention {' or '.join(fitting)}"
+            f"--kv_dtype {value}: it is for --dtype bfloat16, not {dtype}, whose last bits would "
+            "decide which code a number has; choose auto"
+        )
+    if not capabilities_of(backend).reads_int8_kv:
+        fitting = list_backends(lambda c: c.reads_int8_kv)
+        raise ValueError(
+            f"--kv_dtype {value}: --attention {backend} does not read it; choose auto, or "
+            f"--attention {' or '.join(fitting)}"
         )
     return value
 

@@ -18,6 +18,7 @@ from magicdec.workload.prompt_sets import ASSISTANT, USER
 from magicdec.workload.traces.chat_messages import TOOL, Name, ToolCall, refuse
 from magicdec.workload.traces.mooncake import BLOCK_SIZE
 from magicdec.workload.traces.reading import (
+    OBJECT,
     STRICT,
     Length,
     Time,
@@ -192,7 +193,6 @@ ADAPTERS: dict[str, TypeAdapter[Any]] = {
     "multi_turn": TypeAdapter(MultiTurn),
     "mooncake_trace": TypeAdapter(MooncakeTrace),
 }
-OBJECT = TypeAdapter(dict[str, Any])
 
 
 def read(path: Path) -> Iterator[Session]:

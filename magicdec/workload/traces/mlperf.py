@@ -17,11 +17,16 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from magicdec.workload.prompt_sets import ASSISTANT, USER
 from magicdec.workload.traces.chat_messages import TOOL, Name, ToolCall, refuse
-from magicdec.workload.traces.reading import STRICT, Length, Time, object_in, placed_lines
+from magicdec.workload.traces.reading import (
+    OBJECT,
+    STRICT,
+    Length,
+    Time,
+    object_in,
+    placed_lines,
+)
 from magicdec.workload.traces.sessions import ChatPrompt, MessageFields, Session, TracedRequest
 
-# What may follow on a row of each role; a conversation begins with a user.
-FOLLOWING = {USER: (ASSISTANT,), ASSISTANT: (TOOL, USER), TOOL: (ASSISTANT, USER)}
 CLIENT_KEYS = ("tools", "delay_seconds", "max_new_tokens", "max_completion_tokens")
 OWN_KEYS = {
     USER: ("system", *CLIENT_KEYS),
@@ -82,8 +87,16 @@ class MLPerfRow:
         return [message]
 
 
+def roles_after(row: MLPerfRow | None) -> tuple[str, ...]:
+    """The roles of which one must follow on a row; of None, of which one begins."""
+    if row is None:
+        return (USER,)
+    if row.role == ASSISTANT:
+        return (TOOL,) if row.tool_calls else (USER,)
+    return (ASSISTANT,) if row.role == USER else (ASSISTANT, USER)
+
+
 ROW = TypeAdapter(MLPerfRow)
-OBJECT = TypeAdapter(dict[str, Any])
 
 
 def read(path: Path) -> Iterator[Session]:
@@ -147,9 +160,7 @@ class ConversationReader:
                 row.turn,
                 f"it must be {len(self.rows) + 1}, as turns of a conversation follow on each other",
             )
-        allowed = (USER,) if before is None else FOLLOWING[before.role]
-        if before is not None and before.role == ASSISTANT:
-            allowed = (TOOL,) if before.tool_calls else (USER,)
+        allowed = roles_after(before)
         if row.role not in allowed:
             behind = "first" if before is None else f"behind a row of {before.role}"
             calls = " with tool_calls" if before is not None and before.tool_calls else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -15,6 +15,7 @@ STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 Time = Annotated[float, Field(ge=0)]
 Length = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 OutputLength = Annotated[int, Field(ge=0, le=MOST_TOKENS)]  # of 0, one token is asked for
+OBJECT = TypeAdapter(dict[str, Any])  # of which keys are looked at before its type is known
 
 T = TypeVar("T")
 TAGS = ("call", "agent")  # of the parts of a trace that have several types

@@ -105,7 +105,19 @@ PROPERTIES = (
         f"{STATISTICS}test_right_draws_that_look_wrong_are_drawn_again",
         (
             Fault(
-                "everything is drawn again",
+                "the second draws alone",
+                f"{ROOM}sampling.py",
+                "p_value=SUSPICION * again.p_value",
+                "p_value=again.p_value",
+            ),
+        ),
+    ),
+    Property(
+        "What looks right keeps its p-value beside what is drawn again.",
+        f"{STATISTICS}test_a_depth_that_looks_right_keeps_its_p_value_beside_one_that_is_drawn_again",
+        (
+            Fault(
+                "each depth has the p-value of both draws",
                 f"{ROOM}sampling.py",
                 "if first.p_value > SUSPICION:",
                 "if False:",

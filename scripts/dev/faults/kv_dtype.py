@@ -9,7 +9,7 @@ KV = "test_int8_kv.py::"
 PROPERTIES = (
     Property(
         "An int8 cache is the definition's, for plain decoding as for drafts.",
-        f"{KV}test_tokens_are_those_of_transformers_with_a_rounded_cache",
+        f"{KV}test_logits_are_those_of_transformers_with_a_rounded_cache",
         (
             Fault(
                 "every token of a tile has the scale of its first",
@@ -23,6 +23,12 @@ PROPERTIES = (
                 "MOST_CODE = 127",
                 "MOST_CODE = 63",
             ),
+        ),
+    ),
+    Property(
+        "The flag stores the target's cache in int8.",
+        f"{KV}test_drafts_are_lossless_over_an_int8_cache[--draft self --budget 49]",
+        (
             Fault(
                 "the flag stores nothing in int8",
                 "setup/loading.py",
