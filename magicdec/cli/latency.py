@@ -99,6 +99,7 @@ class GridSection:
     )
     repeats: int = same(Settings, "repeats", 20)
     warmup: int = setting(3, "Rounds before the timed ones.", least=0)
+    prefill_chunk: int | None = same(AttentionSection, "prefill_chunk", None, is_default=True)
     break_even: bool = setting(
         False,
         "Also print from how many emitted tokens of a step drafting pays, by draft and number of "
@@ -191,6 +192,7 @@ def parse(words: Sequence[str]) -> tuple[RunConfig, LatencyGrid, GridSection]:
         repeats=args.repeats,
         warmup=args.warmup,
         draft_weights=(None, *copies),
+        prefill_chunk=args.prefill_chunk,
     )
     return config, grid, args
 

@@ -79,9 +79,9 @@ class ModelRunner:
         self.caches = self._make_caches() if shared_caches is None else shared_caches
         # A backend plans for one view, and knows the layers of one cache: each window has its own.
         others = (copy(self.backend) for _ in self.windows.distinct[1:])
-        self._backends = (self.backend, *others)
+        self.backends = (self.backend, *others)
         self.sink_logits = self.model.sinks()  # float32 [L, H]
-        for own, layers in zip(self._backends, self.windows.layers, strict=True):
+        for own, layers in zip(self.backends, self.windows.layers, strict=True):
             own.sinks = None if self.sink_logits is None else self.sink_logits[list(layers)]
         self.model.set_positions(self.max_tokens, self.device)
         self.counts = self._make_counts() if shared_counts is None else shared_counts
@@ -368,7 +368,7 @@ class ModelRunner:
         rows = forward.rows
         first = self.model.layers.start
         views = forward.views.distinct
-        backends = self._backends
+        backends = self.backends
         for backend, planned in zip(backends, views, strict=True):
             backend.plan(planned)
         window_indices = self.windows.window_indices

@@ -4,6 +4,7 @@ memory plan of a grid, held to the caches that its forwards make."""
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from magicdec.bench.latency.record import (
     LatencyGrid,
     LatencyRecord,
     LatencyRow,
+    TimedCell,
     break_even_table,
     summarise,
     tables,
@@ -48,6 +50,9 @@ from magicdec.model.linear.packed import PackedLinear, first_outputs, pack
 from magicdec.model.linear.quantizers import INT4
 from magicdec.output.tables import Shown
 from magicdec.runner.forward_batch import ForwardBatch
+from magicdec.runner.prefill import take
+from magicdec.runner.request import Request
+from magicdec.runner.step_plan import PrefillChunk
 from magicdec.setup.memory_plan import Models
 from magicdec.speculation.policies.verified import VerifiedKV
 from magicdec.speculation.steps.recorder import Eager
@@ -150,6 +155,54 @@ def test_every_forward_finds_and_leaves_the_cache_at_its_context() -> None:
     assert seen == [3 * n for n in (62, 63, 63, 66, 66, 25, 25, 34, 34, 62)]
 
 
+def noted(ran: list[tuple[int, Tensor, int]], run: Any, layer: int, *heads: Any) -> Tensor:
+    """A backend's `run`, which notes the layer, the queries and the keys that they see."""
+    ran.append((layer, heads[0], sum(heads[-1].num_visible)))
+    return run(layer, *heads)
+
+
+def test_the_end_of_a_prefill_is_that_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of at most the context, of one row, once for the first batch size: it computes what
+    `prefill` computes of such a part, and its attention is that of every layer, once."""
+    kinds = (LayerKind(window=20), LayerKind(), LayerKind(window=20))
+    model = tiny_transformer(replace(TINY, layer_kinds=kinds, num_layers=3))
+    for B, chunk, expected in ((2, 16, [(1, 50, 16)]), (2, 80, [(1, 50, 50)]), (1, 16, [])):
+        runner = make_runner(model, B, 58)
+        batch = fill(runner, 50)
+        grid = LatencyGrid((2, 1), (50,), (1, 3), DRAFTS[:1], 1, 0, prefill_chunk=chunk)
+        made = [f for f in make_forwards(runner, batch, grid, 50) if f.cell.phase == "prefill"]
+        assert [(f.cell.B, f.cell.context, f.cell.T) for f in made] == expected
+        ran = list[tuple[int, Tensor, int]]()
+        for backend in runner.backends:
+            monkeypatch.setattr(backend, "run", partial(noted, ran, backend.run))
+        for forward in made:
+            tokens = forward.cell.T
+            before = runner.cache.lengths[:]
+            time_once(forward, runner, runner.group)
+            in_forward = [(layer, q.shape, seen) for layer, q, seen in ran]
+            ran.clear()
+            assert forwards.seconds_of_attention(forward) > 0
+            alone = [(layer, q.shape, seen) for layer, q, seen in ran]
+            assert alone == in_forward * (1 + forwards.ATTENTION_TRIES)
+            assert runner.cache.lengths == before == runner.cache.seq_lens.tolist()
+            seen_by_window = {min(19, 50 - tokens), 50 - tokens}
+            assert {seen for *_, seen in in_forward} == seen_by_window
+            # As `prefill` takes the same tokens after the same ones.
+            forward.prepare()
+            forward.run()
+            end = torch.arange(50 - tokens, 50).unsqueeze(0)
+            cached = [runner.caches.read(n, torch.tensor([0]), end) for n in range(3)]
+            ids = forwards.new_ids(runner, tokens)[0].tolist()
+            beginning = batch.requests[0].prompt_ids[: 50 - tokens]
+            request = Request(0, (*beginning, *ids, 0), forwards.GREEDY, row=0)
+            runner.truncate([0], [50 - tokens])
+            part = PrefillChunk(request, 0, 50 - tokens, 50)
+            assert take(runner, part, tokens) is None
+            again = [runner.caches.read(n, torch.tensor([0]), end) for n in range(3)]
+            for (k, v), (other_k, other_v) in zip(cached, again, strict=True):
+                assert torch.equal(k, other_k) and torch.equal(v, other_v)
+
+
 def test_recorded_forwards_do_what_the_others_do() -> None:
     """The same tokens chosen, the same keys read, the cache left at its context."""
     grid = LatencyGrid((3,), (61,), (1, 2, 5), DRAFTS, repeats=1, warmup=0)
@@ -223,12 +276,16 @@ def test_the_cache_is_filled_with_keys_to_choose_by() -> None:
 
 def test_a_repeat_lasts_as_long_as_its_slowest_rank() -> None:
     cell = LatencyCell("draft", 4, 100, 1, 24, "snapkv")
-    ranks = [[(cell, [1.0, 4.0, 2.0], 600, 0.6, 2.5)], [(cell, [3.0, 1.0, 2.0], 400, 0.9, 2.5)]]
+    ranks = [
+        [TimedCell(cell, [1.0, 4.0, 2.0], 600, 0.6, 2.5, 1.5)],
+        [TimedCell(cell, [3.0, 1.0, 2.0], 400, 0.9, 2.5, 1.2)],
+    ]
     (row,) = summarise(ranks, bandwidth=1000.0)
     assert (row.ms_median, row.ms_p10, row.ms_p90) == pytest.approx((3e3, 2.2e3, 3.8e3))
     assert (row.bytes, row.tokens) == (1000, 4)
     assert row.roofline_fraction == pytest.approx(1000 / 1000.0 / 3.0)
     assert row.products_fraction == pytest.approx(0.9 / 3.0)
+    assert row.attention_fraction == pytest.approx(1.5 / 3.0)
     assert (row.experts_read, row.experts_by_chance) == (2.5, None)
 
 
@@ -237,11 +294,12 @@ def test_a_share_above_100_percent_is_null_with_its_reason(monkeypatch: pytest.M
     shares; the whole of the time is one."""
     cell = LatencyCell("decode", 1, 100, 1)
     rows = [
-        summarise([[(cell, [1.0], num_bytes, products, None)]], bandwidth=100.0)[0]
-        for num_bytes, products in ((100, 1.0), (101, 0.5), (50, 1.01))
+        summarise([[TimedCell(cell, [1.0], num_bytes, products, None, attention)]], 100.0)[0]
+        for num_bytes, products, attention in ((100, 1.0, 1.0), (101, 0.5, 1.2), (50, 1.01, None))
     ]
     assert [row.roofline_fraction for row in rows] == [1.0, None, 0.5]
     assert [row.products_fraction for row in rows] == [1.0, 0.5, None]
+    assert [row.attention_fraction for row in rows] == [1.0, None, None]
     assert [row.roofline_reason for row in rows] == [None, FROM_A_CACHE, None]
     assert [row.products_reason for row in rows] == [None, None, SLOWER_ALONE]
     monkeypatch.setattr("magicdec.bench.latency.record._title", lambda record: "")
@@ -249,7 +307,7 @@ def test_a_share_above_100_percent_is_null_with_its_reason(monkeypatch: pytest.M
     object.__setattr__(record, "rows", rows)
     (table,) = tables([record])
     shares = [["100.0 %", "100.0 %"], ["-", "50.0 %"], ["50.0 %", "-"]]
-    assert [cells[-2:] for cells in table.body if cells] == shares
+    assert [cells[-3:-1] for cells in table.body if cells] == shares
     assert [line.rpartition(": more than")[0] for line in table.below] == [
         "of bytes, where none is shown",
         "of products, where none is shown",

@@ -1,5 +1,5 @@
 """Times single forwards at fixed cache lengths, for `magicdec latency`: decode steps, verifications
-and drafts, started by the host or captured and replayed.
+and drafts, started by the host or captured and replayed, and a part of a prefill.
 
 At each (B, context) all rows hold `context` tokens of random K and V, in new caches, truncated
 after each forward. Forwards take turns in alternating order, so that drift favours none.
@@ -29,10 +29,12 @@ from magicdec.hardware.other_load import LoadWatch
 from magicdec.hardware.timing import read_bandwidth, seconds_of, synchronize
 from magicdec.kv.cache import BatchRows
 from magicdec.kv.forward_counts import ForwardCounts
+from magicdec.kv.view import FULL
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.config import ModelConfig
 from magicdec.model.experts import Experts
 from magicdec.model.linear.packed import Linear, first_outputs
+from magicdec.model.positions import split_heads
 from magicdec.model.transformer import Transformer
 from magicdec.output.console import make_progress
 from magicdec.records.environment import Environment
@@ -56,6 +58,7 @@ IN_CACHE = 1 << 19
 # Of a product by itself: calls that are timed together, and how often.
 CALLS = 2
 TRIES = 30
+ATTENTION_TRIES = 5  # of all layers' attention by itself
 
 
 MeasuredLatency = tuple[Environment, list[LatencyRow]]
@@ -133,17 +136,24 @@ def time_place(
         advance()
     for forward in forwards:
         check_finite(forward, batch)
-    products: dict[tuple[int, int], float] = {}
+    products: dict[tuple[int, int, bool], float] = {}
     timings = list[TimedCell]()
     for f in forwards:
         if f.counts is not None:
             model = f.runner.model
             tokens = f.cell.B * f.cell.T
-            if (key := (id(model), tokens)) not in products:
-                products[key] = seconds_of_products(model, tokens, runner.device)
-            num_bytes = bytes_read(model, f.counts)
-            experts = experts_of_a_layer(model.config, f.counts)
-            timings.append((f.cell, f.seconds, num_bytes, products[key], experts))
+            has_logits = f.cell.phase != "prefill"
+            if (key := (id(model), tokens, has_logits)) not in products:
+                products[key] = seconds_of_products(model, tokens, runner.device, has_logits)
+            timed = TimedCell(
+                cell=f.cell,
+                seconds=f.seconds,
+                num_bytes=bytes_read(model, f.counts),
+                products_s=products[key],
+                experts_read=experts_of_a_layer(model.config, f.counts),
+                attention_s=seconds_of_attention(f) if f.is_of_target else None,
+            )
+            timings.append(timed)
     return timings
 
 
@@ -154,11 +164,15 @@ def experts_of_a_layer(config: ModelConfig, counts: ForwardCounts) -> float | No
 
 
 @torch.inference_mode()
-def seconds_of_products(model: Transformer, tokens: int, device: torch.device) -> float:
+def seconds_of_products(
+    model: Transformer, tokens: int, device: torch.device, has_logits: bool = True
+) -> float:
     """Seconds that the products of this rank's linear layers would take for so many tokens, at the
     rate of the fastest of them on weights that stay in the processor's cache: a forward without
-    memory."""
+    memory. Without logits the head is left out."""
     layers = [m for m in model.modules() if isinstance(m, Linear)]
+    if not has_logits:
+        layers = [layer for layer in layers if layer is not getattr(model, "head", None)]
     dtype = next(model.parameters()).dtype
     fastest = 0.0
     for inputs, layer in {layer.in_features: layer for layer in layers}.items():
@@ -172,8 +186,43 @@ def seconds_of_products(model: Transformer, tokens: int, device: torch.device) -
         own = [m for m in (*experts.gate_up, *experts.down) if isinstance(m, Linear)]
         expert_weights = sum(m.in_features * m.out_features for m in own)
         sizes -= expert_weights * (1 - experts.num_used / len(experts.down))
-    head = model.tied_head.numel() if model.has_head and model.head is None else 0
+    has_tied_head = has_logits and model.has_head and model.head is None
+    head = model.tied_head.numel() if has_tied_head else 0
     return tokens * (sizes + head) / fastest
+
+
+@torch.inference_mode()
+def seconds_of_attention(forward: TimedForward) -> float:
+    """Seconds of the attention of this rank's layers alone, one after the other as in a forward of
+    the target, over the cache as that finds it."""
+    runner = forward.runner
+    cell = forward.cell
+    config = runner.model.config
+    (first, last), (kv_first, kv_last) = runner.model.shard.heads(
+        config.num_heads, config.num_kv_heads
+    )
+    forward.prepare()
+    rows = BatchRows.of(range(cell.B), runner.device)
+    views = runner.make_views(FULL, rows, cell.T, None, cell.phase == "prefill").distinct
+    dtype = next(runner.model.parameters()).dtype
+    size = (cell.B, cell.T, last - first + 2 * (kv_last - kv_first), config.cached_head_dim)
+    heads = torch.randn(size, device=runner.device).to(dtype)
+    q, k, v = split_heads(heads, last - first, kv_last - kv_first)
+
+    def attend() -> None:
+        for backend, view in zip(runner.backends, views, strict=True):
+            backend.plan(view)
+        for index, number in zip(
+            runner.windows.window_indices, runner.windows.numbers, strict=True
+        ):
+            runner.backends[index].run(number, q, k, v, views[index])
+
+    attend()
+    # The least of several times: a program beside this one can only add to them.
+    least = min(seconds_of(attend, runner.device) for _ in range(ATTENTION_TRIES))
+    if cell.phase == "prefill":
+        runner.cache.advance(rows, cell.T)  # it ends at the context
+    return least
 
 
 def check_finite(forward: TimedForward, batch: Batch) -> None:
@@ -245,6 +294,7 @@ class TimedForward:
     undo: Callable[[], None]
     sampling: SamplingMetadata
     prepare: Callable[[], None] = lambda: None
+    is_of_target: bool = False  # over the whole cache
     seconds: list[float] = field(default_factory=list)
     counts: ForwardCounts | None = None  # of one forward, the same each time
 
@@ -270,6 +320,8 @@ def make_forwards(
         for policy, draft_kv in watching.items() if T > 1 else ():
             watched = LatencyCell(cell.phase, cell.B, context, T, kv_policy=policy)
             yield target_forward(runner, batch, watched, draft_kv, recorder)
+    if grid.prefill_chunk is not None and runner.num_rows == grid.batch_sizes[0]:
+        yield prefill_forward(runner, batch, min(grid.prefill_chunk, context), context)
     for kv, draft_kv, weights in drafts:
         draft_kv.admit(batch.requests)
         for phase in ("first_draft", "draft") if watches(draft_kv) else ("draft",):
@@ -309,7 +361,33 @@ def target_forward(
 
     repeatable = record_work(run, runner, recorder)
     return TimedForward(
-        cell, runner, repeatable, lambda: runner.truncate(batch.rows, held), sampling
+        cell,
+        runner,
+        repeatable,
+        lambda: runner.truncate(batch.rows, held),
+        sampling,
+        is_of_target=True,
+    )
+
+
+def prefill_forward(runner: ModelRunner, batch: Batch, T: int, context: int) -> TimedForward:
+    """The last `T` tokens of a prompt of one row, as `prefill` takes them. They have no logits,
+    which those of a prompt alone have that end it."""
+    ids = new_ids(runner, T)[:1]
+    rows = batch.rows[:1]
+
+    def run() -> Tensor:
+        part = ForwardBatch(ids, rows, num_outputs=0, is_of_prompt=True)
+        return runner.forward(part)
+
+    return TimedForward(
+        LatencyCell("prefill", 1, context, T),
+        runner,
+        run,
+        lambda: None,  # the row has `context` tokens again
+        sampling_of(batch, runner),
+        prepare=lambda: runner.truncate(rows, [context - T]),
+        is_of_target=True,
     )
 
 
@@ -378,7 +456,7 @@ def place_config(config: ResolvedConfig, grid: LatencyGrid, B: int, context: int
     """The config of a self-speculative run with the most new tokens at that context."""
     return replace(
         config,
-        attention=replace(config.attention, prefill_chunk=1),
+        attention=replace(config.attention, prefill_chunk=grid.prefill_chunk or 1),
         decoding=replace(
             config.decoding,
             strategy="speculative",

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from magicdec.config.sections import KVSection
 from magicdec.model.config import ExpertsConfig
@@ -39,11 +39,13 @@ SLOWER_ALONE = (
 @dataclass(frozen=True)
 class LatencyCell:
     phase: str = recorded(
-        "`decode`, `verify`, `first_draft` or `draft`, as above",
-        choices=("decode", "verify", "first_draft", "draft"),
+        "`decode`, `verify`, `first_draft`, `draft` or `prefill`, as above",
+        choices=("decode", "verify", "first_draft", "draft", "prefill"),
     )
     B: int = recorded("rows of the forward")
-    context: int = recorded("tokens that each row's cache holds before the forward", "tokens")
+    context: int = recorded(
+        "tokens that each row's cache holds before the forward; of a `prefill`, after it", "tokens"
+    )
     T: int = recorded("new tokens a row", "tokens")
     budget: int | None = recorded(
         "largest number of KV entries of the context that a draft reads",
@@ -53,7 +55,7 @@ class LatencyCell:
     kv_policy: str | None = recorded(
         "the KV policy of a draft; of a `verify`, the policy for which it also returns attention "
         "weights",
-        null="`decode`; `verify` that returns no attention weights",
+        null="`decode` and `prefill`; `verify` that returns no attention weights",
     )
     draft_weights: str | None = recorded(
         "the matrices of a draft: a copy of the model's own in `int8` or `int4`",
@@ -97,6 +99,15 @@ class LatencyRow(LatencyCell):
         null="if it is not; records of before it was measured",
         default=None,
     )
+    attention_fraction: float | None = recorded(
+        "the time that the attention of all layers takes by itself, over the same cache, divided "
+        "by the median time. Norms, what waits for memory in the linear layers, all-reduces and "
+        "calls are what it and `products_fraction` leave",
+        "ratio",
+        null="a draft; if it would be above 1, as on a busy machine; records of before it was "
+        "measured",
+        default=None,
+    )
     experts_read: float | None = recorded(
         "experts of a layer that any token of the forward goes to, each of which is read once; on "
         "average over the layers with experts",
@@ -111,28 +122,38 @@ class LatencyRow(LatencyCell):
     )
 
 
-TimedCell = tuple[LatencyCell, list[float], int, float, float | None]
-"""A cell, the seconds of each repeat on this rank, the bytes that this rank must read in each
-repeat, the seconds of its products by themselves, and the experts of a layer that are read."""
+class TimedCell(NamedTuple):
+    """A cell, the seconds of each repeat on this rank, the bytes that this rank must read in each
+    repeat, the seconds of its products by themselves, the experts of a layer that are read, and
+    the seconds of its attention by itself, None of a draft."""
+
+    cell: LatencyCell
+    seconds: list[float]
+    num_bytes: int
+    products_s: float
+    experts_read: float | None
+    attention_s: float | None
 
 
 def summarise(
     ranks: list[list[TimedCell]], bandwidth: float, experts: ExpertsConfig | None = None
 ) -> list[LatencyRow]:
     """A row for each cell from the timings of all ranks: the times of the slowest rank, the sum of
-    bytes, the products of the rank with the most, and the experts, which all ranks read their
-    shares of. `bandwidth` is the read bandwidth of all ranks together, in bytes/s."""
+    bytes, the products and the attention of the rank with the most, and the experts, which all
+    ranks read their shares of. `bandwidth`: at which all ranks together read, in bytes/s."""
     rows = []
     for parts in zip(*ranks, strict=True):
-        cell = parts[0][0]
-        num_bytes = sum(part[2] for part in parts)
-        assert all(part[0] == cell for part in parts), "all ranks time the same cells"
-        seconds = [max(repeat) for repeat in zip(*(part[1] for part in parts), strict=True)]
+        cell = parts[0].cell
+        num_bytes = sum(part.num_bytes for part in parts)
+        assert all(part.cell == cell for part in parts), "all ranks time the same cells"
+        seconds = [max(repeat) for repeat in zip(*(part.seconds for part in parts), strict=True)]
         median, p10, p90 = (percentile(seconds, p) for p in (50, 10, 90))
         assert median is not None and p10 is not None and p90 is not None, "at least one repeat"
         tokens = cell.B * cell.T
         bytes_share = num_bytes / bandwidth / median
-        products_share = max(part[3] for part in parts) / median
+        products_share = max(part.products_s for part in parts) / median
+        attention_s = [part.attention_s for part in parts if part.attention_s is not None]
+        attention_share = max(attention_s) / median if attention_s else None
         row = LatencyRow(
             **vars(cell),
             tokens=tokens,
@@ -144,7 +165,8 @@ def summarise(
             roofline_reason=None if bytes_share <= 1 else FROM_A_CACHE,
             products_fraction=products_share if products_share <= 1 else None,
             products_reason=None if products_share <= 1 else SLOWER_ALONE,
-            experts_read=parts[0][4],
+            attention_fraction=attention_share if (attention_share or 0) <= 1 else None,
+            experts_read=parts[0].experts_read,
             experts_by_chance=None if experts is None else experts.touched(tokens),
         )
         rows.append(row)
@@ -158,7 +180,7 @@ KV_FIELDS = ("num_sink_tokens", "window_size", "recent_window")
 @dataclass(frozen=True)
 class LatencyGrid:
     """The forwards to time: every (B, context) has one decode forward, a verify forward for each T
-    above 1, and draft forwards for each of `drafts`."""
+    above 1, and draft forwards for each of `drafts`, the first B also the end of a prefill."""
 
     batch_sizes: tuple[int, ...]
     contexts: tuple[int, ...]  # cached tokens in each row
@@ -167,6 +189,7 @@ class LatencyGrid:
     repeats: int
     warmup: int
     draft_weights: tuple[str | None, ...] = (None,)  # what each of the drafts drafts with
+    prefill_chunk: int | None = None  # tokens of a part of a prompt; None: none is timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,10 +306,11 @@ def _table_of(record: LatencyRecord) -> Table:
                 fixed(row.bytes, 1, scale=1e-6),
                 _share(row.roofline_fraction, row.roofline_reason),
                 _share(row.products_fraction, row.products_reason),
+                fixed(row.attention_fraction, 1, " %", 100),
             )
         )
     times = ("median, ms", "p10", "p90", "of decode")
-    limits = ("MB read", "of bytes", "of products")
+    limits = ("MB read", "of bytes", "of products", "attention")
     read = ("experts", "by chance") if has_experts else ()
     columns = ("B", "context", Column("forward", is_text=True), "tokens", *times, *read, *limits)
     reasons = {
@@ -310,6 +334,8 @@ def _label(row: LatencyRow) -> str:
         return f"{row.phase.replace('_', ' ')}, {_name(_drafts(row))}"
     if row.phase == "decode":
         return "decode"
+    if row.phase == "prefill":
+        return f"prefill, last {row.T} of a row"
     watched = f", watched for {row.kv_policy}" if row.kv_policy else ""
     return f"verify, T {row.T}{watched}"
 

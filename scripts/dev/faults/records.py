@@ -659,6 +659,30 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "The end of a prefill is timed as that of a prompt, and its attention alone.",
+        "test_latency.py::test_the_end_of_a_prefill_is_that_of_a_prompt",
+        (
+            Fault(
+                "the tokens follow the context",
+                "bench/latency/forwards.py",
+                "runner.truncate(rows, [context - T])",
+                "runner.truncate(rows, [context])",
+            ),
+            Fault(
+                "it is timed for every batch size",
+                "bench/latency/forwards.py",
+                " and runner.num_rows == grid.batch_sizes[0]",
+                "",
+            ),
+            Fault(
+                "attention of one layer",
+                "bench/latency/forwards.py",
+                "runner.backends[index].run(number,",
+                "runner.backends[index].run(0,",
+            ),
+        ),
+    ),
+    Property(
         "Products by themselves take the least of their times.",
         "test_latency.py::test_other_programs_only_add_to_the_time_of_products",
         (
