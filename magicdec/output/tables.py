@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -95,14 +96,17 @@ class Table:
             console.print(text, soft_wrap=is_whole)
 
     def _print_columns(self, console: Any) -> None:
-        labels = [column.label for column in self.headings]
         body = self.body
         is_text = [column.is_text for column in self.headings]
-        rows = [labels, *filter(None, body)]
-        widths = widest_cells(rows)
+        labels = [column.label for column in self.headings]
+        widths = widest_cells([labels, *filter(None, body)])
         if self.is_framed and sum(widths) + 3 * len(widths) + 1 <= console.width:
             console.print(self._framed(body))
             return
+        if sum(widths) + GAP * (len(widths) - 1) > console.width:
+            labels = self.broken_labels()
+        rows = [labels, *filter(None, body)]
+        widths = widest_cells(rows)
         is_narrow = self._least_width() > console.width
         widths = narrowed(widths, [is_wide or is_narrow for is_wide in is_text], console.width)
         for line in row_lines(labels, is_text, widths, is_heading=True):
@@ -127,9 +131,18 @@ class Table:
                 table.add_section()
         return table
 
+    def broken_labels(self) -> list[str]:
+        """The labels, in lines that are no longer than the numbers of their columns, as far as
+        their words let them. Those of text stay whole."""
+        widest = widest_cells([*filter(None, self.body)]) or [0] * len(self.columns)
+        return [
+            column.label if column.is_text else broken_at_words(column.label, width)
+            for column, width in zip(self.headings, widest, strict=True)
+        ]
+
     def _least_width(self) -> int:
         """Characters of the table without a frame, its numbers in one line each."""
-        lines = [[column.label for column in self.headings], *filter(None, self.body)]
+        lines = [self.broken_labels(), *filter(None, self.body)]
         return sum(
             GAP + min(TEXT_WIDTH if column.is_text else FILE_WIDTH, width)
             for column, width in zip(self.headings, widest_cells(lines), strict=True)
@@ -259,6 +272,12 @@ def width_of(text: str) -> int:
     from rich.cells import cell_len
 
     return max(map(cell_len, text.splitlines()), default=0)
+
+
+def broken_at_words(text: str, width: int) -> str:
+    """The text in lines of at most `width`, or as wide as its longest word."""
+    least = max(map(width_of, text.split()), default=0)
+    return textwrap.fill(text, max(width, least, 1), break_long_words=False)
 
 
 def widest_cells(rows: Sequence[Sequence[str]]) -> list[int]:

@@ -32,13 +32,22 @@ def a_table(seed: int) -> Table:
     return Table(columns, rows, is_framed=False)
 
 
+def whole_width(table: Table) -> int:
+    """That of the table with its labels and cells in one line each."""
+    rows = [[column.label for column in table.headings], *table.body]
+    return sum(tables.widest_cells(rows)) + len(table.columns) - 1
+
+
 def printed_by_rich(table: Table, width: int) -> str:
     console = Console(width=width, highlight=False, markup=False, emoji=False)
     rich = RichTable(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     is_narrow = table._least_width() > width
-    for column in table.headings:
+    labels = [column.label for column in table.headings]
+    if whole_width(table) > width:
+        labels = table.broken_labels()
+    for label, column in zip(labels, table.headings, strict=True):
         rich.add_column(
-            column.label,
+            label,
             justify="left" if column.is_text else "right",
             overflow="fold",
             no_wrap=not (column.is_text or is_narrow),
@@ -70,3 +79,19 @@ def test_a_table_is_printed_in_blocks(
     monkeypatch.setattr(tables, "LINES_AT_ONCE", 3)
     Table(["row"], [[str(number)] for number in range(8)], is_framed=False).print()
     assert capsys.readouterr().out.split() == ["row", *map(str, range(8))]
+
+
+def test_labels_are_broken_at_words_before_anything_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def console() -> Console:
+        return Console(width=36, highlight=False, markup=False, emoji=False)
+
+    monkeypatch.setattr(tables, "make_console", console)
+    columns = [Column("forward", is_text=True), "median, ms", "of the products", "throughput"]
+    Table(columns, [["a draft", "0.123", "9.5 %", "1"]], is_framed=False).print()
+    assert capsys.readouterr().out.splitlines() == [
+        "        median,   of the           ",
+        "forward      ms products throughput",
+        "a draft   0.123    9.5 %          1",
+    ]

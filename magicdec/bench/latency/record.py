@@ -293,13 +293,12 @@ def _table_of(record: LatencyRecord) -> Table:
             lines += [RULE] if lines else []
             decode_ms = row.ms_median
         place = (row.B, row.context) if is_first else (None, None)
-        in_ms = (fixed(ms, 3) for ms in (row.ms_median, row.ms_p10, row.ms_p90))
+        in_ms = (_milliseconds(ms) for ms in (row.ms_median, row.ms_p10, row.ms_p90))
         experts = (fixed(row.experts_read, 1), fixed(row.experts_by_chance, 1))
         lines.append(
             (
                 *place,
                 _label(row),
-                row.tokens,
                 *in_ms,
                 fixed(row.ms_median / decode_ms, 2, "x"),
                 *(experts if has_experts else ()),
@@ -312,7 +311,7 @@ def _table_of(record: LatencyRecord) -> Table:
     times = ("median, ms", "p10", "p90", "of decode")
     limits = ("MB read", "of bytes", "of products", "attention")
     read = ("experts", "by chance") if has_experts else ()
-    columns = ("B", "context", Column("forward", is_text=True), "tokens", *times, *read, *limits)
+    columns = ("B", "context", Column("forward", is_text=True), *times, *read, *limits)
     reasons = {
         "of bytes": [row.roofline_reason for row in record.rows],
         "of products": [row.products_reason for row in record.rows],
@@ -323,6 +322,11 @@ def _table_of(record: LatencyRecord) -> Table:
         for reason in dict.fromkeys(filter(None, row_reasons))
     ]
     return Table(columns, lines, title=_title(record), below=below)
+
+
+def _milliseconds(ms: float) -> object:
+    """In four digits or more."""
+    return fixed(ms, 3 if ms < 10 else 2 if ms < 100 else 1)
 
 
 def _share(fraction: float | None, reason: str | None) -> object:
