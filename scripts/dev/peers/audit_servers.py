@@ -193,7 +193,7 @@ def served(settings: ServerSettings, asked: argparse.Namespace) -> Iterator[str]
         yield url
 
 
-def passages(path: Path, seed: int) -> Iterator[str]:
+def passages(path: Path, seed: int) -> list[str]:
     """Parts of the books, none twice."""
     texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
     parts = [
@@ -202,7 +202,7 @@ def passages(path: Path, seed: int) -> Iterator[str]:
         for i in range(0, len(text) - CHARACTERS + 1, CHARACTERS)
     ]
     random.Random(seed).shuffle(parts)
-    return iter(parts)
+    return parts
 
 
 def audit(kind: str, url: str, words: Sequence[str], out: Path, text: str) -> int:
@@ -239,7 +239,10 @@ def reasons(record: AuditRecord) -> Iterator[str]:
 def main() -> int:
     asked = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the server too
-    texts = itertools.islice(passages(asked.books, asked.seed), asked.first, None)
+    texts = passages(asked.books, asked.seed)
+    if len(texts) < asked.first + asked.count:
+        most = max(0, len(texts) - asked.first)
+        sys.exit(f"--books {asked.books} has texts for --count {most} after --first {asked.first}")
     verdicts = Counter[str]()
     numbers = range(asked.first, asked.first + asked.count)
     for server_number, group in itertools.groupby(numbers, lambda n: n // asked.per_server):
@@ -250,7 +253,7 @@ def main() -> int:
                     settings = AuditSettings.drawn(number, server.kind, asked)
                     print(f"{number}: {server}; {settings}", flush=True)
                     words = [*settings.words(server.slots), *asked.flags]
-                    code = audit(server.kind, url, words, asked.out, next(texts))
+                    code = audit(server.kind, url, words, asked.out, texts[number])
                     verdicts[CODES.get(code, NO_VERDICT)] += 1
         except ValueError as error:
             print(f"    {error}", flush=True)
