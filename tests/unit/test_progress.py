@@ -72,7 +72,7 @@ def test_a_narrow_terminal_keeps_the_count_and_the_time_that_is_left(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     study = StudyProgress(ProgressBar(), SimpleNamespace(order=[None] * 24, todo=[None] * 24))
-    study.left.seconds = [30.0]
+    study.left.seconds = [300.0, 30.0]
     study.label = f"12/24{study.left}; "
     study.rest = "; demo, " + "self-speculation, " * 5
     with study.task("prefill, batch 1 of 3", 10) as advance:

@@ -21,7 +21,8 @@ from magicdec.records.pass_record import PassRecord
 
 
 class Estimate:
-    """The time left, if the remaining parts take the mean of the earlier ones."""
+    """The time left, if the remaining parts take the mean of the earlier ones, but for the first,
+    which also takes what all share: kernels, models, the prefill of texts."""
 
     def __init__(self, num_left: int) -> None:
         self.num_left = num_left
@@ -36,9 +37,9 @@ class Estimate:
         self.seconds.append(time.monotonic() - self.started)
 
     def __str__(self) -> str:
-        if not self.seconds or self.num_left <= 0:
+        if len(self.seconds) < 2 or self.num_left <= 0:
             return ""
-        seconds = self.num_left * fmean(self.seconds)
+        seconds = self.num_left * fmean(self.seconds[1:])
         unit, length = ("min", 60) if seconds >= 60 else ("s", 1)
         return f", about {seconds / length:.0f} {unit} left"
 
