@@ -4,15 +4,17 @@ puts its times beside the measured ones:
     magicdec serve --modes sequential inflight inflight+draft --draft self --out FILE ...
     python scripts/dev/simulate_traces.py FILE
 
-Of a pass in flight a row: duration, mean TTFT and TPOT and mean time of a session, as measured and
-as simulated. What is simulated knows of the pass when requests came, how long they are, what the
-prefix cache had of them and how many tokens each verification emitted, and two fits: the time of a
-decode step over its rows and draft tokens, from the steps of this pass in which no prompt was
-prefilled, and the time of a prompt over its tokens and the context before them, from the requests
-of the file that were alone until their first token. A request that came after others of its
-session (or of a closed loop) comes again as long after the last of these as it did.
+Of a pass in flight a row: duration, mean TTFT and TPOT and mean time of a session as measured, and
+the simulated ones over these. What is simulated knows of the pass when requests came, how long they
+are, what the prefix cache had of them and how many tokens each verification emitted, and two fits:
+the time of a decode step over its rows and draft tokens, from the steps of this pass in which no
+prompt was prefilled, and the time of a part of a prompt over its tokens and the context before
+them, from the requests that were alone until their first token, of passes with as many threads. A
+request that came after others of its session (or of a closed loop) comes again as long after the
+last of these as it did.
 
-Not simulated: preemptions (such passes are left out), and contexts that make decode steps slower.
+Not simulated: preemptions (such passes are left out), contexts that make decode steps slower, and
+what a drafter of its own does with a prompt.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from magicdec.runner.request import Batch, Request, SamplingParams, StepOutput, 
 from magicdec.runner.step_plan import PREFILL_TOKENS, BatchLimits
 
 IN_FLIGHT = ("inflight", "inflight+draft")
+ENGINE = ("sequential", *IN_FLIGHT)  # whose prompts are prefilled alike
 TIMES = ("duration, s", "TTFT, ms", "TPOT, ms", "session, s")
 
 
@@ -52,7 +55,7 @@ class StepTimes:
     """The fitted times, in ms."""
 
     decode: Any  # of a step, a row and a draft token
-    prefill: Any  # of a prompt, a token and a token of context that it reads
+    prefill: Any  # of a part of a prompt, a token and a token of context that it reads
 
     def decode_ms(self, rows: int, drafted: int) -> float:
         return float(self.decode @ (1, rows, drafted))
@@ -63,6 +66,17 @@ class StepTimes:
 
 def prompt_sizes(begin: int, end: int) -> tuple[float, ...]:
     return 1.0, end - begin, (end - begin) * (begin + end) / 2
+
+
+def sizes_in_parts(begin: int, end: int, room: int) -> tuple[float, ...]:
+    """The sums of `prompt_sizes` over the steps in which a prompt alone is prefilled."""
+    parts = [prompt_sizes(part, min(part + room, end)) for part in range(begin, end, room)]
+    return tuple(map(sum, zip(*parts, strict=True)))
+
+
+def room_of(record: PassRecord) -> int:
+    """Prompt tokens of a step."""
+    return record.config["workload"].get("prefill_tokens") or PREFILL_TOKENS
 
 
 def decode_fit(groups: Sequence[GroupRecord]) -> Any:
@@ -96,17 +110,24 @@ def num_found(request: RequestRecord) -> int:
     return (request.joined_prefix_tokens or [0])[0]
 
 
-def prefill_fit(records: Sequence[PassRecord]) -> Any:
+def threads_of(record: PassRecord) -> tuple[int, ...]:
+    return tuple(record.groups[0].threads)
+
+
+def prefill_fit(records: Sequence[PassRecord], threads: tuple[int, ...]) -> Any:
+    """Of the passes with these threads. Raises ValueError if too few of their requests were
+    alone."""
     found = [
-        request
+        (request, room_of(record))
         for record in records
+        if threads_of(record) == threads
         for _, requests in record.groups_of_requests
         for request in alone(requests)
     ]
-    sizes = [prompt_sizes(num_found(request), request.prompt_len) for request in found]
-    times = [request.first_token_ms - request.joined_ms[0] for request in found]
+    sizes = [sizes_in_parts(num_found(r), r.prompt_len, room) for r, room in found]
+    times = [request.first_token_ms - request.joined_ms[0] for request, _ in found]
     if len(found) < 3:
-        raise SystemExit("fewer than 3 requests were prefilled alone; record `sequential` as well")
+        raise ValueError("fewer than 3 requests were prefilled alone; record `sequential` as well")
     return fit(sizes, times)
 
 
@@ -121,8 +142,8 @@ class Replay:
         self, record: PassRecord, requests: Sequence[RequestRecord], times: StepTimes
     ) -> None:
         workload = record.config["workload"]
-        room = workload.get("prefill_tokens") or PREFILL_TOKENS
-        self.scheduler = Scheduler(workload["batch_size"], BatchLimits(prefill_tokens=room))
+        rows = workload.get("n_samples") or max(workload["batch_size"], record.concurrency or 1)
+        self.scheduler = Scheduler(rows, BatchLimits(prefill_tokens=room_of(record)))
         self.recorded = requests
         self.times = times
         self.steps = [
@@ -222,20 +243,43 @@ def compare(record: PassRecord, times: StepTimes) -> list[list[float]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("records", type=Path, nargs="+")
-    records = [record for path in parser.parse_args().records for record in load_passes(path)]
-    records = [record for record in records if record.passed and not record.shares_prefill]
-    prefill = prefill_fit(records)
+    loaded = [record for path in parser.parse_args().records for record in load_passes(path)]
+    records = [r for r in loaded if r.passed and r.mode in ENGINE and not r.shares_prefill]
+    try:
+        fits = {key: prefill_fit(records, key) for key in {threads_of(r) for r in records}}
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     rows = list[list[object]]()
+    every = list[Any]()  # ratios
     for record in records:
         if record.mode not in IN_FLIGHT or any(r.preempted_ms for r in record.requests):
             continue
-        means = np.mean(compare(record, StepTimes(decode_fit(record.groups), prefill)), axis=0)
-        for name, measured, simulated in zip(TIMES, means[:4], means[4:], strict=True):
-            ratio = f"{simulated / measured:.3f}"
-            rows.append([record.name, name, f"{measured:.3f}", f"{simulated:.3f}", ratio])
-    columns = [Column(name) for name in ("pass", "time", "measured", "simulated", "ratio")]
-    print_tables([Table(columns, rows, title="Passes beside their simulation")])
+        times = StepTimes(decode_fit(record.groups), fits[threads_of(record)])
+        means = np.mean(compare(record, times), axis=0)
+        ratios = means[4:] / means[:4]
+        every.append(ratios)
+        rows.append([title_of(record), *cells(means[:4], ratios)])
+    if not rows:
+        raise SystemExit("no pass in flight is there without preemptions")
+    geometric_means = np.exp(np.mean(np.log(every), axis=0))
+    rows.append(["geometric mean", *cells([None] * 4, geometric_means)])
+    columns = [Column("pass", is_text=True)]
+    columns += [Column(name) for time in TIMES for name in (time, "simulated")]
+    print_tables(
+        [Table(columns, rows, title="Passes, and their simulation over what was measured")]
+    )
     return 0
+
+
+def title_of(record: PassRecord) -> str:
+    drafter = record.config["decoding"]["drafter"]
+    return f"{record.arrival}: {record.name}{'' if drafter is None else f', {drafter}'}"
+
+
+def cells(measured: Sequence[float | None], ratios: Sequence[float]) -> Iterator[str]:
+    for value, ratio in zip(measured, ratios, strict=True):
+        yield "" if value is None else f"{value:.3f}"
+        yield f"{ratio:.3f}"
 
 
 if __name__ == "__main__":
