@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from magicdec.config.capabilities import Capabilities
-from magicdec.kv.layout import PLAIN, KVLayout
+from magicdec.kv.layout import CODED, PLAIN, KVLayout
 from magicdec.kv.view import WEIGHTS_BLOCK, KVView
 from magicdec.names import ATTENTION_BACKENDS, load_named
 
@@ -23,7 +23,7 @@ from magicdec.names import ATTENTION_BACKENDS, load_named
 @dataclass(frozen=True)
 class CallSize:
     """The size of a layer's attention call on one rank: B rows, T new and S cached tokens a row.
-    The numbers of the cache are int8 codes if it `is_int8_kv`."""
+    The numbers of the cache are codes, of 8 bits or fewer, if it `is_coded`."""
 
     B: int
     T: int
@@ -32,7 +32,7 @@ class CallSize:
     num_kv_heads: int
     head_dim: int
     dtype_bytes: int
-    is_int8_kv: bool = False
+    is_coded: bool = False
 
     @property
     def kv_numbers(self) -> int:
@@ -82,7 +82,7 @@ class AttentionBackend(Protocol):
 
     def layout(self, dtype: torch.dtype) -> KVLayout:
         """The layout in which `run` expects a cache whose numbers are stored in that dtype."""
-        assert dtype != torch.int8, "refused before the run"
+        assert dtype not in CODED, "refused before the run"
         return PLAIN
 
     def plan(self, view: KVView) -> None:

@@ -18,7 +18,7 @@ from magicdec.kernels.build import (
     load_library,
     share_openmp,
 )
-from magicdec.kv.layout import INT8_TILED, PLAIN, TILE, TILED, KVLayout
+from magicdec.kv.layout import CODED, PLAIN, TILE, TILED, KVLayout
 from magicdec.kv.view import KVView
 
 SOURCE = Path(__file__).parent / "cpp" / "native.cpp"
@@ -31,21 +31,25 @@ HEADERS = (
     SHARED_HEADERS / "wide.h",
 )
 FLAGS = (*FAST_MATH, "-fopenmp")
-# The dtypes of the pools; native.cpp refers to a dtype by its index in this tuple.
-STORAGE = (torch.float32, torch.bfloat16, torch.int8)
+# The dtypes of what is computed and of the pools; native.cpp knows a pair by its place here.
+STORAGE = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.int8),
+    (torch.bfloat16, torch.uint8),
+)
 Shape = ctypes.c_int64 * 18
 
 
 class NativeBackend(AttentionBackend):
-    """A backend that stores float32, bfloat16 or, of bfloat16 numbers, int8, and computes in
-    float32."""
+    """A backend that stores float32, bfloat16 or codes, and computes in float32."""
 
     capabilities = Capabilities(
         "native",
         devices=("cpu",),
         needs_compiler=True,
         head_sizes=HeadSizes("a multiple of 16", range(16, 1024, 16)),
-        reads_int8_kv=True,
+        reads_codes=True,
         can_be_recorded=False,
         is_part_of_native_steps=True,
     )
@@ -59,9 +63,7 @@ class NativeBackend(AttentionBackend):
         return -(-max_tokens // TILE) * TILE
 
     def layout(self, dtype: torch.dtype) -> KVLayout:
-        if dtype == torch.int8:
-            return INT8_TILED
-        return TILED if dtype == torch.bfloat16 else PLAIN
+        return CODED.get(dtype, TILED if dtype == torch.bfloat16 else PLAIN)
 
     def plan(self, view: KVView) -> None:
         cache = view.cache
@@ -144,9 +146,7 @@ def attention(
     all). `mass`, float32 [B, G, blocks], is filled with attention weights by block. `sinks`,
     float32 [H]: `AttentionBackend.sinks` of the layer. A token of a prompt has the same bits in
     any chunk with `is_of_prompt`; without it in any chunk below PREFILL_FROM tokens."""
-    is_int8 = k_pool.dtype == torch.int8
-    assert q.dtype in STORAGE[:2], "computes in float32 or bfloat16"
-    assert k_pool.dtype == q.dtype or (is_int8 and q.dtype == torch.bfloat16)
+    storage = STORAGE.index((q.dtype, k_pool.dtype))
     num_rows, num_new, num_heads, size = q.shape
     strides = q.stride(), k.stride(), v.stride()
     assert all(s[2:] == (size, 1) for s in strides), "heads must be adjacent"
@@ -170,7 +170,7 @@ def attention(
     )
     tensors = (q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, sinks, out, lse, mass)
     failed = kernel(size).magicdec_attention(
-        STORAGE.index(k_pool.dtype),
+        storage,
         is_widened,
         shape,
         *(None if t is None else t.data_ptr() for t in tensors),

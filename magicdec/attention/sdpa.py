@@ -10,14 +10,14 @@ from torch import Tensor
 from magicdec.attention.backend import AttentionBackend, CallSize, sum_blocks, visible_mask
 from magicdec.attention.sinks import fused_attention, softmax_with_sinks
 from magicdec.config.capabilities import Capabilities
-from magicdec.kv.layout import INT8_TILED, PLAIN, KVLayout
+from magicdec.kv.layout import CODED, PLAIN, KVLayout
 from magicdec.kv.view import KVView
 
 
 class SDPABackend(AttentionBackend):
     """A backend for any block size, row lengths, KV policy and dtype."""
 
-    capabilities = Capabilities("sdpa", reads_int8_kv=True)
+    capabilities = Capabilities("sdpa", reads_codes=True)
 
     def __init__(self, block_size: int = 64) -> None:
         self._block_size = block_size
@@ -27,7 +27,7 @@ class SDPABackend(AttentionBackend):
     @staticmethod
     def working_bytes(size: CallSize) -> int:
         """Copies of K and V and the mask; codes and what they are in float32 come before."""
-        widened = (1 + 4) * size.kv_numbers if size.is_int8_kv else 0
+        widened = (1 + 4) * size.kv_numbers if size.is_coded else 0
         return size.kv_bytes + widened + size.mask_bytes
 
     @staticmethod
@@ -40,7 +40,7 @@ class SDPABackend(AttentionBackend):
         return self._block_size
 
     def layout(self, dtype: torch.dtype) -> KVLayout:
-        return INT8_TILED if dtype == torch.int8 else PLAIN
+        return CODED.get(dtype, PLAIN)
 
     def plan(self, view: KVView) -> None:
         self._new = view.cache.slots(view.row_index, view.query_positions())

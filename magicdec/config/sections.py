@@ -154,7 +154,8 @@ class AttentionSection:
     kv_dtype: str = setting(
         "auto",
         "The dtype in which the target's KV cache is stored, with drafts and without. int8 has a "
-        "scale for each token and head; it is the arithmetic of another model. auto is --dtype.",
+        "scale for each token and head, int4 one for 32 of their dimensions; both are the "
+        "arithmetic of another model. auto is --dtype.",
         choices=("auto", *KV_DTYPES),
     )
 

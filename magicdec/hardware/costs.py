@@ -26,7 +26,11 @@ GROUP = (
     128  # inputs of an int8 matrix that share a scale, or the most of 64, 32, 16 that divide them
 )
 LEAST_GROUP = 16
-SCALE_BYTES = 4  # per token, head, and K or V of an int8 KV cache
+# Of an int8 KV cache the bytes of a scale for each token, head, and K or V; of an int4 one the
+# dimensions of a group, and the bytes of its codes with their scale.
+SCALE_BYTES = 4
+CODED_GROUP = 32
+GROUP_BYTES = 16 + 2
 ARGMAX_BYTES = 16  # per token and rank: the best logit and its token id
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -314,10 +318,13 @@ def kv_bytes_per_token(config: ModelConfig, shard: Shard, dtype_bytes: int) -> i
     return num_layers * attention_entry_bytes(config, shard, dtype_bytes) + round(mixer_bytes)
 
 
-def int8_kv_bytes_per_token(config: ModelConfig, shard: Shard) -> int:
-    """`kv_bytes_per_token` of a cache in int8, with a scale for K and one for V of each head."""
-    codes = kv_bytes_per_token(config, shard, 1)
-    return codes + codes // config.cached_head_dim * SCALE_BYTES
+def coded_kv_bytes_per_token(config: ModelConfig, shard: Shard, kv_dtype: str) -> int:
+    """`kv_bytes_per_token` of a cache in int8 or int4, with its scales."""
+    size = config.cached_head_dim
+    num_heads = kv_bytes_per_token(config, shard, 1) // size  # of K and V in all layers
+    if kv_dtype == "int8":
+        return num_heads * (size + SCALE_BYTES)
+    return num_heads * -(-size // CODED_GROUP) * GROUP_BYTES
 
 
 def attention_entry_bytes(config: ModelConfig, shard: Shard, dtype_bytes: int) -> int:

@@ -143,6 +143,19 @@ inline vec of_quad(bits quads, int part) {
     return __builtin_convertvector((signed_bits)(quads << (24 - 8 * part)) >> 24, vec);
 }
 
+// Number `part` of the eight of 4 bits of each entry.
+inline vec of_octet(bits octets, int part) {
+    typedef int32_t signed_bits __attribute__((vector_size(W * 4)));
+    return __builtin_convertvector((signed_bits)(octets << (28 - 4 * part)) >> 28, vec);
+}
+
+// W bfloat16 numbers.
+inline vec load_wide(const uint16_t* p) {
+    half_bits narrow;
+    std::memcpy(&narrow, p, sizeof(narrow));
+    return (vec)(__builtin_convertvector(narrow, bits) << 16);
+}
+
 // Most rows of a product at a time for which sums are not spilled to memory.
 constexpr int ROWS = W == 16 ? 6 : 5;
 

@@ -241,6 +241,8 @@ class KVCache(KVPool):
         read_blocks = self.shape.layout.read_key_blocks
         table = self.block_table[rows, : -(-num_tokens // size)]  # [B, blocks]
         if table.shape[1] == 1:
-            return read_blocks(self.k[layer], table.flatten(), num_tokens)
-        blocks = read_blocks(self.k[layer], table.flatten(), size).unflatten(0, table.shape)
-        return blocks.transpose(1, 2).flatten(2, 3)[:, :, :num_tokens]
+            keys = read_blocks(self.k[layer], table.flatten(), num_tokens)
+        else:
+            blocks = read_blocks(self.k[layer], table.flatten(), size).unflatten(0, table.shape)
+            keys = blocks.transpose(1, 2).flatten(2, 3)[:, :, :num_tokens]
+        return keys[..., : self.shape.head_dim]

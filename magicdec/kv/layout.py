@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 TILE = 64  # tokens of a tile (TILE of attention/cpp/native_problem.h)
@@ -24,7 +25,7 @@ class KVLayout(Protocol):
         return head_dim
 
     def read_keys(self, pool: Tensor, slots: Tensor) -> Tensor:
-        """A copy of the keys at `slots` [N] in all layers: [layers, N, D]."""
+        """A copy of the keys at `slots` [N] in all layers: [layers, N, D], or more dimensions."""
 
     def read_values(self, pool: Tensor, slots: Tensor) -> Tensor: ...
 
@@ -100,25 +101,29 @@ def _value_pairs(pool: Tensor) -> Tensor:
     return pool.view(pool.shape[0], -1, pool.shape[-1], 2)
 
 
-SCALE_BYTES = 4
-MOST_CODE = 127
+class CodedTiled(KVLayout, Protocol):
+    """A layout of codes in tiles of TILE tokens: the tokens' bytes of codes, then their scales.
+    Tokens are appended and removed without a change to others. What is read is float32.
 
+    In K the bytes are [bytes of a token / 4, TILE, 4], in V [TILE / 4, bytes of a token, 4]: an
+    entry of 32 bits has four bytes of one token's K, and one byte of four tokens' V."""
 
-class Int8Tiled(KVLayout):
-    """The layout of int8 codes in tiles of TILE tokens: TILE * D codes, then TILE float32 scales,
-    of which each token has one for its K and one for its V. Tokens are appended and removed
-    without a change to others; a number is at most half its scale from what was written.
+    block_multiple: int = TILE
 
-    In K the codes are [D / 4, TILE, 4], in V [TILE / 4, D, 4]: four codes are an entry of 32 bits
-    (attention/cpp/native_int8.h). What is read is float32."""
+    def code_bytes(self, token_size: int) -> int:
+        """Those of a token in a pool, of `token_size` bytes in all."""
 
-    block_multiple = TILE
+    def encode(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """The codes [..., bytes] and scales [..., groups] of float32 numbers [..., D]."""
 
-    def token_size(self, head_dim: int) -> int:
-        return head_dim + SCALE_BYTES
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """The numbers float32 [..., D]."""
+
+    def scales(self, pool: Tensor) -> Tensor:
+        """[layers, tiles, groups, TILE]."""
 
     def read_keys(self, pool: Tensor, slots: Tensor) -> Tensor:
-        return _widened(_key_quads(pool)[:, slots // TILE, :, slots % TILE], pool, slots)
+        return self._read(self._key_quads(pool)[:, slots // TILE, :, slots % TILE], pool, slots)
 
     def read_key_blocks(self, layer: Tensor, blocks: Tensor, num_tokens: int) -> Tensor:
         num_heads, size = layer.shape[1:3]
@@ -128,52 +133,109 @@ class Int8Tiled(KVLayout):
         return self.read_keys(layer.unsqueeze(0), slots.flatten()).view(*slots.shape, -1)
 
     def write_keys(self, pool: Tensor, slots: Tensor, entries: Tensor) -> None:
-        codes = _write_scales(pool, slots, entries)
-        _key_quads(pool)[:, slots // TILE, :, slots % TILE] = codes.unflatten(2, (-1, 4))
+        codes = self._write_scales(pool, slots, entries).unflatten(2, (-1, 4))
+        self._key_quads(pool)[:, slots // TILE, :, slots % TILE] = codes
 
     def read_values(self, pool: Tensor, slots: Tensor) -> Tensor:
-        quads = _value_quads(pool)[:, slots // TILE, slots % TILE // 4, :, slots % 4]
-        return _widened(quads, pool, slots)
+        quads = self._value_quads(pool)[:, slots // TILE, slots % TILE // 4, :, slots % 4]
+        return self._read(quads, pool, slots)
 
     def write_values(self, pool: Tensor, slots: Tensor, entries: Tensor) -> None:
-        codes = _write_scales(pool, slots, entries)
-        _value_quads(pool)[:, slots // TILE, slots % TILE // 4, :, slots % 4] = codes
+        codes = self._write_scales(pool, slots, entries)
+        self._value_quads(pool)[:, slots // TILE, slots % TILE // 4, :, slots % 4] = codes
+
+    def _write_scales(self, pool: Tensor, slots: Tensor, entries: Tensor) -> Tensor:
+        """Writes the scales of entries [layers, N, D], and returns their codes [N, layers,
+        bytes]."""
+        codes, scales = self.encode(entries.float())
+        self.scales(pool)[:, slots // TILE, :, slots % TILE] = scales.transpose(0, 1)
+        return codes.transpose(0, 1)
+
+    def _read(self, codes: Tensor, pool: Tensor, slots: Tensor) -> Tensor:
+        """The numbers float32 [layers, N, D] of codes [N, layers, ...]."""
+        scales = self.scales(pool)[:, slots // TILE, :, slots % TILE]  # [N, layers, groups]
+        return self.decode(codes.flatten(2), scales).transpose(0, 1)
+
+    def _key_quads(self, pool: Tensor) -> Tensor:
+        return self._codes(pool).unflatten(2, (-1, TILE, 4))
+
+    def _value_quads(self, pool: Tensor) -> Tensor:
+        return self._codes(pool).unflatten(2, (TILE // 4, -1, 4))
+
+    def _codes(self, pool: Tensor) -> Tensor:
+        return _byte_tiles(pool)[..., : TILE * self.code_bytes(pool.shape[-1])]
+
+
+SCALE_BYTES = 4
+MOST_CODE = 127
+
+
+class Int8Tiled(CodedTiled):
+    """int8 codes, with a float32 scale for the K and one for the V of each token and head, which
+    maps its largest magnitude to MOST_CODE (attention/cpp/native_int8.h)."""
+
+    def token_size(self, head_dim: int) -> int:
+        return head_dim + SCALE_BYTES
+
+    def code_bytes(self, token_size: int) -> int:
+        return token_size - SCALE_BYTES
+
+    def encode(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        most = numbers.abs().amax(-1, keepdim=True)
+        inverse = torch.where(most > 0, MOST_CODE / most, 0)
+        return (numbers * inverse).round().to(torch.int8), most / MOST_CODE
+
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return codes * scales
+
+    def scales(self, pool: Tensor) -> Tensor:
+        codes = TILE * self.code_bytes(pool.shape[-1])
+        return _byte_tiles(pool)[..., codes:].view(torch.float32).unflatten(2, (1, TILE))
 
     def fill_randomly(self, pool: Tensor, generator: torch.Generator) -> None:
         pool.random_(-MOST_CODE, MOST_CODE + 1, generator=generator)
-        _scales(pool).fill_(3 / MOST_CODE)
+        self.scales(pool).fill_(3 / MOST_CODE)
 
 
-def _write_scales(pool: Tensor, slots: Tensor, entries: Tensor) -> Tensor:
-    """Writes the scales of entries [layers, N, D], and returns their codes, int8 [N, layers, D]."""
-    numbers = entries.float()
-    most = numbers.abs().amax(2)
-    _scales(pool)[:, slots // TILE, slots % TILE] = most / MOST_CODE
-    inverse = torch.where(most > 0, MOST_CODE / most, 0)
-    return (numbers * inverse.unsqueeze(2)).round().to(torch.int8).transpose(0, 1)
+GROUP = 32  # dimensions that share a scale of int4 codes; the last ones of a head may be fewer
+GROUP_BYTES = GROUP // 2 + 2
 
 
-def _widened(codes: Tensor, pool: Tensor, slots: Tensor) -> Tensor:
-    """The numbers float32 [layers, N, D] of codes [N, layers, ...]."""
-    scales = _scales(pool)[:, slots // TILE, slots % TILE]
-    return codes.flatten(2).transpose(0, 1) * scales.unsqueeze(2)
+class Int4Tiled(CodedTiled):
+    """int4 codes from -8 to 7, two in a byte of uint8 pools, with a bfloat16 scale for each GROUP
+    of dimensions of the K and V of each token and head, which maps its number of the largest
+    magnitude to -8, as `--draft_weights int4` does (attention/cpp/native_int4.h).
 
+    Byte i of a group has dimension i in its low half and 16 + i in its high one. Heads are filled
+    up with zeros to whole groups, so that more dimensions are read than were written."""
 
-def _key_quads(pool: Tensor) -> Tensor:
-    return _codes(pool).unflatten(2, (-1, TILE, 4))
+    def token_size(self, head_dim: int) -> int:
+        return -(-head_dim // GROUP) * GROUP_BYTES
 
+    def code_bytes(self, token_size: int) -> int:
+        return token_size // GROUP_BYTES * GROUP // 2
 
-def _value_quads(pool: Tensor) -> Tensor:
-    return _codes(pool).unflatten(2, (TILE // 4, -1, 4))
+    def encode(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        filled = F.pad(numbers, (0, -numbers.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+        largest = filled.gather(-1, filled.abs().argmax(-1, keepdim=True))
+        scales = (largest / -8).bfloat16()
+        divisors = torch.where(scales == 0, 1, scales.float())
+        codes = (filled / divisors).round().clamp(-8, 7).to(torch.int8)
+        low, high = (codes & 15).view(torch.uint8).unflatten(-1, (2, -1)).unbind(-2)
+        return (low | high << 4).flatten(-2), scales.squeeze(-1)
 
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        grouped = codes.view(torch.int8).unflatten(-1, (-1, GROUP // 2))
+        halves = torch.cat([(grouped << 4) >> 4, grouped >> 4], dim=-1)  # shifts keep the sign
+        return (halves * scales.float().unsqueeze(-1)).flatten(-2)
 
-def _codes(pool: Tensor) -> Tensor:
-    return _byte_tiles(pool)[..., : -TILE * SCALE_BYTES]
+    def scales(self, pool: Tensor) -> Tensor:
+        codes = TILE * self.code_bytes(pool.shape[-1])
+        return _byte_tiles(pool)[..., codes:].view(torch.bfloat16).unflatten(2, (-1, TILE))
 
-
-def _scales(pool: Tensor) -> Tensor:
-    """float32 [layers, tiles, TILE]."""
-    return _byte_tiles(pool)[..., -TILE * SCALE_BYTES :].view(torch.float32)
+    def fill_randomly(self, pool: Tensor, generator: torch.Generator) -> None:
+        pool.random_(0, 256, generator=generator)
+        self.scales(pool).fill_(3 / 8)
 
 
 def _byte_tiles(pool: Tensor) -> Tensor:
@@ -184,3 +246,8 @@ def _byte_tiles(pool: Tensor) -> Tensor:
 PLAIN = Plain()
 TILED = Tiled()
 INT8_TILED = Int8Tiled()
+INT4_TILED = Int4Tiled()
+# The layouts of codes by the dtype of their pools.
+CODED = {torch.int8: INT8_TILED, torch.uint8: INT4_TILED}
+# The dtypes of pools by the name of what they store (`names.KV_DTYPES`).
+POOL_DTYPES = {"int8": torch.int8, "int4": torch.uint8}

@@ -56,7 +56,7 @@ class HostBlocks:
 
 class KVPool:
     """The tensors `k` and `v` [layers, num_blocks, G, block_size, D] in `shape.layout`, whose
-    numbers have `dtype`; int8 ones have scales and are read as float32."""
+    numbers have `dtype`; codes, int8 or two of 4 bits in uint8, are read as float32."""
 
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
@@ -101,7 +101,7 @@ class KVPool:
 
     def read_keys(self, slots: Tensor) -> Tensor:
         """Copies of all layers' K at `slots` [B, G, N]: [B, layers, G, N, D]."""
-        keys = self.shape.layout.read_keys(self.k, slots.flatten())
+        keys = self.without_filling(self.shape.layout.read_keys(self.k, slots.flatten()))
         return keys.view(-1, *slots.shape, self.shape.head_dim).transpose(0, 1)
 
     def write_keys(self, slots: Tensor, keys: Tensor) -> None:
@@ -125,8 +125,10 @@ class KVPool:
         layout = self.shape.layout
         source = source.flatten()
         target = target.flatten()
-        layout.write_keys(self.k, target, source_layout.read_keys(other.k, source))
-        layout.write_values(self.v, target, source_layout.read_values(other.v, source))
+        keys = source_layout.read_keys(other.k, source)
+        values = source_layout.read_values(other.v, source)
+        layout.write_keys(self.k, target, self.without_filling(keys))
+        layout.write_values(self.v, target, self.without_filling(values))
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy all layers' K and V of a block to another, in any layout, and what is attached."""
@@ -141,6 +143,10 @@ class KVPool:
         shape = (*slots.shape, self.shape.head_dim)
         layout = self.shape.layout
         one = slice(layer, layer + 1)
-        keys = layout.read_keys(self.k[one], flat)
-        values = layout.read_values(self.v[one], flat)
+        keys = self.without_filling(layout.read_keys(self.k[one], flat))
+        values = self.without_filling(layout.read_values(self.v[one], flat))
         return keys.view(shape), values.view(shape)
+
+    def without_filling(self, entries: Tensor) -> Tensor:
+        """The numbers [..., D] of entries that a layout may have filled up."""
+        return entries[..., : self.shape.head_dim]

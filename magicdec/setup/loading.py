@@ -10,6 +10,7 @@ import torch
 from magicdec.attention.backend import AttentionBackend, backend_class
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.kv.layout import POOL_DTYPES
 from magicdec.model.checkpoint.finite import WeightsRefused
 from magicdec.model.checkpoint.quantization import low_bit_copy
 from magicdec.model.checkpoint.source import ModelSource, load_transformer
@@ -179,7 +180,7 @@ def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
         group,
         plan.num_rows,
         plan.tokens,
-        kv_dtype=torch.int8 if plan.is_int8_kv else None,
+        kv_dtype=None if plan.coded_kv is None else POOL_DTYPES[plan.coded_kv],
         executor=executor,
         block_tokens=plan.block_tokens,
         num_blocks=plan.num_blocks,

@@ -119,7 +119,7 @@ def _call_size(plan: ModelPlan, shape: tuple[int, int, int]) -> CallSize:
     num_kv_heads = keys[1] - keys[0]
     dtype_bytes = DTYPE_BYTES[plan.config.model.dtype]
     size = model.cached_head_dim
-    return CallSize(*shape, num_heads, num_kv_heads, size, dtype_bytes, plan.is_int8_kv)
+    return CallSize(*shape, num_heads, num_kv_heads, size, dtype_bytes, plan.coded_kv is not None)
 
 
 def logits_bytes(plan: ModelPlan, num_tokens: int) -> int:

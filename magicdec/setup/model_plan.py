@@ -10,7 +10,7 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.costs import (
     DTYPE_BYTES,
     bytes_as_stored,
-    int8_kv_bytes_per_token,
+    coded_kv_bytes_per_token,
     kv_bytes_per_token,
     low_bit_bytes,
     matrices,
@@ -22,7 +22,7 @@ from magicdec.kv.layer_views import LayerWindows
 from magicdec.kv.view import WEIGHTS_BLOCK, SinksAndWindow
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear.packed import WIDTH
-from magicdec.names import NARROW, PACKED, STORED
+from magicdec.names import KV_DTYPES, NARROW, PACKED, STORED
 from magicdec.runner.device_batch import NEWEST
 from magicdec.speculation.policies.policy import make_policy
 from magicdec.speculation.rolling_runner import (
@@ -399,14 +399,16 @@ class ModelPlan:
         return num_rows * self.tokens * bytes_per_token
 
     @property
-    def is_int8_kv(self) -> bool:
-        """Whether the cache is stored in int8: that of the target, and of what its drafts copy."""
-        return not self.is_draft and self.config.attention.kv_dtype == "int8"
+    def coded_kv(self) -> str | None:
+        """The dtype of a cache of codes, that of the target and of what its drafts copy; None of
+        numbers."""
+        kv_dtype = self.config.attention.kv_dtype
+        return kv_dtype if kv_dtype in KV_DTYPES and not self.is_draft else None
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of K and V of a token in the cache."""
-        if self.is_int8_kv:
-            return int8_kv_bytes_per_token(self.part_model, self.shard)
+        if self.coded_kv is not None:
+            return coded_kv_bytes_per_token(self.part_model, self.shard, self.coded_kv)
         size = DTYPE_BYTES[self.config.model.dtype]
         return kv_bytes_per_token(self.part_model, self.shard, size)

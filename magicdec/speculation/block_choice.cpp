@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t BLOCK = 16;  // keys of a block (WEIGHTS_BLOCK of kv/view.py)
 constexpr int64_t TILE = 64;   // tokens of a tile of the tiled layout (kv/layout.py)
 
-enum { PLAIN_FLOAT32, PLAIN_BFLOAT16, TILED_BFLOAT16, TILED_INT8 };
+enum { PLAIN_FLOAT32, PLAIN_BFLOAT16, TILED_BFLOAT16, TILED_INT8, TILED_INT4 };
 
 struct Best { float score; int64_t block; };
 
@@ -65,11 +65,31 @@ inline void mean_int8(const int8_t* pool, int64_t slot, int64_t D, float* to) {
     }
 }
 
+// Bytes are [TOKEN_BYTES / 4][TILE][4] of a tile, whose scales [groups][TILE] follow (Int4Tiled of kv/layout.py).
+inline void mean_int4(const int8_t* pool, int64_t slot, int64_t D, float* to) {
+    constexpr int64_t GROUP = 32, HALF = GROUP / 2;
+    const int64_t groups = (D + GROUP - 1) / GROUP, lane = slot % TILE;
+    const int8_t* tile = pool + slot / TILE * TILE * groups * (HALF + 2);
+    const bfloat16* scales = reinterpret_cast<const bfloat16*>(tile + TILE * groups * HALF) + lane;
+    for (int64_t d = 0; d < D; ++d) {
+        const int64_t byte = d / GROUP * HALF + d % HALF;
+        const int8_t* bytes = tile + (byte / 4 * TILE + lane) * 4 + byte % 4;
+        float sum = 0;
+        for (int64_t i = 0; i < BLOCK; ++i) {
+            const int8_t both = bytes[4 * i];
+            const int code = d % GROUP < HALF ? int8_t(both << 4) >> 4 : both >> 4;
+            sum += code * to_float(scales[d / GROUP * TILE + i]);
+        }
+        to[d] = sum / BLOCK;
+    }
+}
+
 inline void mean_keys(int kind, const char* pool, int64_t slot, int64_t D, float* to) {
     if (kind == PLAIN_FLOAT32) return mean_plain((const float*)pool, slot, D, to);
     if (kind == PLAIN_BFLOAT16) return mean_plain((const bfloat16*)pool, slot, D, to);
     if (kind == TILED_BFLOAT16) return mean_tiled((const bfloat16*)pool, slot, D, to);
-    mean_int8((const int8_t*)pool, slot, D, to);
+    if (kind == TILED_INT8) return mean_int8((const int8_t*)pool, slot, D, to);
+    mean_int4((const int8_t*)pool, slot, D, to);
 }
 
 }  // namespace

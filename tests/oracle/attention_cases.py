@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from rounded import CODES, as_stored
 from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
@@ -41,9 +42,9 @@ BACKENDS = ON_CPUS | {
 }
 LIBRARIES = (FlashAttnBackend,)  # bfloat16, on a GPU
 HEADS = [(4, 4, 64), (6, 2, 16), (5, 1, 80), (7, 7, 32), (4, 2, 96), (8, 1, 128), (2, 2, 256)]
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.int8: 3e-2}
+TOLERANCE = {torch.float32: 2e-5} | dict.fromkeys((torch.bfloat16, torch.int8, torch.uint8), 3e-2)
 DTYPES = [torch.float32, torch.bfloat16]
-KV_DTYPES = [*DTYPES, torch.int8]  # int8: bfloat16 numbers in an int8 cache
+KV_DTYPES = [*DTYPES, *CODES]
 HAS_CUDA = torch.cuda.is_available()
 NO_AMX = ("-U__AMX_BF16__",)  # compiled as for a CPU without tile registers
 AVX2 = ("-march=x86-64-v3",)  # compiled as for a CPU whose vectors have 8 numbers
@@ -93,8 +94,8 @@ def is_served(name: str, values: Sequence[object]) -> bool:
     size = next((value[2] for value in values if isinstance(value, tuple)), 64)
     dtype = next((value for value in values if isinstance(value, torch.dtype)), torch.bfloat16)
     capabilities = capabilities_of(kind)
-    if dtype == torch.int8:
-        return capabilities.reads_int8_kv and not name.endswith("of 4")
+    if dtype in CODES:
+        return capabilities.reads_codes and not name.endswith("of 4")
     machine = Machine(1, has_compiler=True)
     device = "cpu" if "cpu" in capabilities.devices else "cuda"
     return capabilities.obstacle(machine, device, size, str(dtype)[6:]) is None
@@ -173,13 +174,13 @@ def fill(
             cache.allocate(row, tokens)
     k, v = torch.randn(2, num_rows, total, kv_heads, size)
     k = k * torch.linspace(1, growth, total).view(1, -1, 1, 1)
-    numbers = torch.bfloat16 if dtype == torch.int8 else dtype
+    numbers = torch.bfloat16 if dtype in CODES else dtype
     k = k.to(device, numbers)
     v = v.to(device, numbers)
     held_k = k.clone()
     held_v = v.clone()
     for row, length in enumerate(lengths):
-        held_k[row, length:] *= 1e3 if dtype == torch.int8 else float("inf")
+        held_k[row, length:] *= 1e3 if dtype in CODES else float("inf")
         held_v[row, length:] *= 1e4
         cache.advance([row], length)
     slots = cache.slots(
@@ -188,12 +189,6 @@ def fill(
     )
     cache.write(layers - 1, slots, held_k, held_v)
     return cache, k, v
-
-
-def as_int8(numbers: Tensor) -> Tensor:
-    """Numbers [..., D] rounded to 127ths of each token's largest magnitude, float32."""
-    scales = numbers.float().abs().amax(-1, keepdim=True) / 127
-    return (numbers.float() / scales.clamp(min=1e-30)).round() * scales
 
 
 @dataclass
@@ -218,20 +213,22 @@ class BackendCase:
         result = getattr(backend, method)(layer, self.q, *new.unbind(2), self.view)
         places = torch.tensor(self.view.lengths)[:, None] + torch.arange(self.view.num_new)
         stored = self.read(self.view.rows, places)
-        is_int8 = self.view.cache.k.dtype == torch.int8
+        dtype = self.view.cache.k.dtype
         for appended, found in zip(new.float().unbind(2), stored, strict=True):
-            half = appended.abs().amax(3, keepdim=True) / 127 / 2 * is_int8
-            assert ((found.float() - appended).abs() <= half * 1.001).all()
+            # Halves of the scale of int8 may be rounded either way.
+            half = appended.abs().amax(3, keepdim=True) / 127 / 2 * (dtype == torch.int8)
+            given = appended if dtype == torch.int8 else as_stored(appended, dtype)
+            assert ((found.float() - given).abs() <= half * 1.001).all()
         return result
 
     def read(
         self, rows: Sequence[int] | None = None, places: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """K and V as the cache stores them, [B, S, G, D]. Of `rows` the
-        tokens at `places` [B, S], by default everything, of int8 by the definition."""
+        tokens at `places` [B, S], by default everything, of codes by the definition."""
         cache = self.view.cache
-        if rows is None and cache.k.dtype == torch.int8:
-            return as_int8(self.k), as_int8(self.v)
+        if rows is None and cache.k.dtype in CODES:
+            return as_stored(self.k, cache.k.dtype), as_stored(self.v, cache.k.dtype)
         device = self.k.device
         num_rows, total = self.k.shape[:2]
         rows = range(num_rows) if rows is None else rows

@@ -18,12 +18,12 @@ from attention_cases import (
     TOLERANCE,
     BackendCase,
     Exact,
-    as_int8,
     cases,
     exact_attention,
     fill,
     make_case,
 )
+from rounded import CODES, as_stored
 from torch import Tensor
 
 from magicdec.attention import native
@@ -126,7 +126,7 @@ def test_the_native_library_leaves_the_processor_state_alone() -> None:
         # The last: a prefill, whose last queries fill no tile register and no vector.
         *itertools.product([1, 7, 20, 45], DTYPES, [(), AVX2, AVX512]),
         *((num_new, torch.bfloat16, NO_AMX) for num_new in (1, 20, 45)),
-        *itertools.product([1, 7, 20, 45], [torch.int8], [(), AVX2, AVX512]),
+        *itertools.product([1, 7, 20, 45], CODES, [(), AVX2, AVX512]),
     ],
     ids=str,
 )
@@ -146,13 +146,11 @@ def test_native_splits_long_rows_and_returns_the_log_sum_exp(
     cache, k, v = fill(backend, 2, 64, [length] * 2, dtype, length + num_new, layers=1)
     view = make_view(cache, range(2), FullKV(), num_new)
     case = BackendCase(view, torch.randn(2, num_new, 8, 64).to(k.dtype), k, v)
-    read = k, v
-    if dtype == torch.int8:
-        read = as_int8(k), as_int8(v)
+    read = as_stored(k, dtype), as_stored(v, dtype)
     for out, lse, *qkv in zip(*case.run(backend, "run_with_lse"), case.q, *read, strict=True):
         exact = exact_attention(*qkv)
         # Halves of a scale may be rounded either way.
-        bound = 1e-3 if dtype == torch.int8 else 1e-4
+        bound = 1e-3 if dtype in CODES else 1e-4
         assert (lse.double() - exact.lse).abs().max() < bound
         assert (out.double() - exact.out).abs().max() < TOLERANCE[dtype] / 10
 
@@ -178,7 +176,7 @@ def test_native_splits_long_rows_and_returns_the_log_sum_exp(
             [(), AVX2, AVX512],
             [None, 66, 700],
             [(2, 2, 64), (6, 2, 64), (32, 2, 64)],
-            [torch.int8],
+            CODES,
         ),
     ],
     ids=str,

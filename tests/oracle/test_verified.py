@@ -9,6 +9,7 @@ import torch
 from conftest import TINY, make_requests, make_runner, pack, random_prompts, tiny_transformer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounded import CODES
 from torch import Tensor
 
 from magicdec.attention.native import NativeBackend
@@ -264,11 +265,15 @@ def test_scores_are_a_softmax_over_the_blocks_that_may_be_chosen(
         assert not found[:, b, :, :first].any() and not found[:, b, :, stop:].any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_mean_keys(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [*zip(DTYPES, DTYPES, strict=True), *((torch.bfloat16, codes) for codes in CODES)],
+    ids=str,
+)
+def test_mean_keys(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     model = pack(tiny_transformer(dtype=dtype))
-    runner = ModelRunner(model, NativeBackend(), Group((0,), 0), 3, 300)
-    runner.cache.k.normal_()
+    runner = ModelRunner(model, NativeBackend(), Group((0,), 0), 3, 300, kv_dtype=kv_dtype)
+    runner.cache.shape.layout.fill_randomly(runner.cache.k, torch.Generator().manual_seed(0))
     for row in (2, 0, 1):
         runner.allocate(row)
     rows = [1, 2]

@@ -261,8 +261,9 @@ def test_an_int8_cache_must_be_read() -> None:
         config = parsed("--kv_dtype", "int8", *flags.split())
         with pytest.raises(ValueError, match=f"--kv_dtype int8: {message}"):
             resolve(config, FAST, ModelTraits(size))
-    slowly = parsed("--kv_dtype", "int8", "--attention", "sdpa")
-    assert resolve(slowly, FAST).attention.kv_dtype == "int8"
+    for kv_dtype in ("int8", "int4"):
+        slowly = parsed("--kv_dtype", kv_dtype, "--attention", "sdpa")
+        assert resolve(slowly, FAST).attention.kv_dtype == kv_dtype
 
 
 def test_a_budget_of_minus_one_is_the_full_cache() -> None:

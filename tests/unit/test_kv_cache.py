@@ -5,9 +5,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounded import as_stored
 
 from magicdec.kv.cache import KVCache
-from magicdec.kv.layout import INT8_TILED, PLAIN, TILED, KVLayout
+from magicdec.kv.layout import INT4_TILED, INT8_TILED, PLAIN, TILED, KVLayout
 from magicdec.kv.pool import CacheShape
 from magicdec.speculation.policies.streaming_llm import StreamingLLM
 
@@ -59,12 +60,14 @@ def test_a_layout_returns_written_tokens_and_changes_no_others(
 
 @pytest.mark.parametrize("num_tokens", [1, 64, 100, 190])
 @pytest.mark.parametrize("block_size", [64, 192])
-@pytest.mark.parametrize("layout", [PLAIN, TILED, INT8_TILED], ids=["plain", "tiled", "int8"])
+@pytest.mark.parametrize(
+    "layout", [PLAIN, TILED, INT8_TILED, INT4_TILED], ids=["plain", "tiled", "int8", "int4"]
+)
 def test_the_first_keys_of_rows_are_those_at_their_slots(
     layout: KVLayout, block_size: int, num_tokens: int
 ) -> None:
     """Rows lie in several blocks or in one, and end within a tile."""
-    dtype = torch.int8 if layout is INT8_TILED else torch.bfloat16
+    dtype = {INT8_TILED: torch.int8, INT4_TILED: torch.uint8}.get(layout, torch.bfloat16)
     shape = CacheShape(2, 3, 32, block_size, 3 * 192 // block_size, layout)
     cache = KVCache(shape, 3, 192 // block_size, dtype, torch.device("cpu"))
     for row in (2, 0, 1):
@@ -78,11 +81,17 @@ def test_the_first_keys_of_rows_are_those_at_their_slots(
 
 
 @pytest.mark.parametrize("head_dim", [4, 64, 80])
-def test_an_int8_cache_rounds_to_a_scale_of_each_token_and_head(head_dim: int) -> None:
-    """By the definition: 127ths of the largest magnitude. A token of zeros stays zero, other tokens
-    do not change, and copies have the same bits."""
-    shape = CacheShape(2, 3, head_dim, 128, 2, INT8_TILED)
-    cache = KVCache(shape, 2, 1, torch.int8, torch.device("cpu"))
+@pytest.mark.parametrize("layout", [INT8_TILED, INT4_TILED], ids=["int8", "int4"])
+def test_a_cache_of_codes_rounds_to_the_scales_of_a_token_and_head(
+    layout: KVLayout, head_dim: int
+) -> None:
+    """By the definition: to 127ths of the largest magnitude, or of each 32 numbers to -8ths of the
+    largest, of which there are no more than seven. A token of zeros stays zero, other tokens do not
+    change, and copies have the same bits."""
+    is_int8 = layout is INT8_TILED
+    shape = CacheShape(2, 3, head_dim, 128, 2, layout)
+    dtype = torch.int8 if is_int8 else torch.uint8
+    cache = KVCache(shape, 2, 1, dtype, torch.device("cpu"))
     for row in range(2):
         cache.allocate(row, 128)
     rows = torch.arange(2)
@@ -94,9 +103,7 @@ def test_an_int8_cache_rounds_to_a_scale_of_each_token_and_head(head_dim: int) -
     cache.write(1, slots, k, v)
     for written, found in zip((k, v), cache.read(1, slots), strict=True):
         numbers = written.transpose(1, 2)
-        scale = numbers.abs().amax(3, keepdim=True) / 127
-        expected = (numbers / scale.clamp(min=1e-30)).round() * scale
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(found, as_stored(numbers, dtype), rtol=1e-6, atol=0)
     whole = cache.slots(rows, torch.arange(128).expand(2, -1))
     untouched = torch.ones(2, 128, dtype=torch.bool)
     untouched[rows.unsqueeze(1), places] = False
@@ -106,7 +113,8 @@ def test_an_int8_cache_rounds_to_a_scale_of_each_token_and_head(head_dim: int) -
     cache.copy_block(cache.blocks[0][0], cache.blocks[1][0])
     first, second = cache.read(1, whole)[0]
     assert torch.equal(first, second)
-    assert cache.bytes_per_token == 2 * 2 * 3 * (head_dim + 4)
+    size = head_dim + 4 if is_int8 else {4: 18, 64: 36, 80: 54}[head_dim]
+    assert cache.bytes_per_token == 2 * 2 * 3 * size
 
 
 def test_tiles_hold_pairs_of_dimensions_of_keys_and_pairs_of_tokens_of_values() -> None:

@@ -185,6 +185,7 @@ RUNS = {
     "baseline": PLAIN,
     "sdpa": replace(PLAIN, attention=AttentionSection("sdpa")),
     "int8 sdpa": replace(PLAIN, attention=AttentionSection("sdpa", kv_dtype="int8")),
+    "int4 sdpa": replace(PLAIN, attention=AttentionSection("sdpa", kv_dtype="int4")),
     "streaming": speculative("self", KVSection(budget=33)),
     "snapkv": speculative("self", KVSection("snapkv", 40)),
     "snapkv sdpa": speculative("self", KVSection("snapkv", 40), "sdpa"),
@@ -204,7 +205,7 @@ def test_caches_are_those_of_a_run(
     monkeypatch.setattr(PrefilledMeans, "forwards", lambda *given: None)
     config = RUNS[name]
     backend = "grouped" if config.attention.backend == "auto" else config.attention.backend
-    dtype = "bfloat16" if config.attention.kv_dtype == "int8" else "float32"
+    dtype = "float32" if config.attention.kv_dtype == "auto" else "bfloat16"
     config = replace(
         config,
         workload=config.workload if config.workload.prefix_len == 300 else SMALL,

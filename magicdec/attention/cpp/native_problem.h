@@ -32,7 +32,7 @@ constexpr int64_t SHARE = 512;      // keys per piece when a row is divided into
 constexpr float HIDDEN = -1e30f;    // score of a masked key; -ffinite-math-only does not allow infinities
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;  // most exponents are to base 2
 
-enum { FLOAT32, BFLOAT16, INT8 };   // storage of the KV pools
+enum { FLOAT32, BFLOAT16, INT8, INT4 };  // storage of the KV pools
 
 // `count` keys of a row from `first` on; `slot`: head 0's in the pool.
 struct Segment { int64_t row, first, count, slot; };
@@ -105,6 +105,7 @@ inline int64_t tile_end(int64_t position) { return position / TILE * TILE + TILE
 #include "native_bf16.h"
 #endif
 #include "native_int8.h"
+#include "native_int4.h"
 #include "native_wide.h"
 #if defined(HAS_TILES)
 #include "native_amx.h"

@@ -1,5 +1,7 @@
-// Attention over tiles of bfloat16 pairs (native_tile.h) or of int8 quads (native_int8.h) for every CPU: they are widened
-// to float32 in registers (kernels/wide.h). Queries, weights and sums are float32.
+// Attention over tiles of bfloat16 pairs (native_tile.h), int8 (native_int8.h) or int4 (native_int4.h) for every CPU: they
+// are widened to float32 in registers (kernels/wide.h). Queries, weights and sums are float32.
+
+inline vec load_scales(const bfloat16* scales) { return load_wide(&scales->value); }
 
 // A tile that is widened for the chunk of a prefill; as FloatRows of native_chunk.h.
 struct WidenedTile {
@@ -24,6 +26,23 @@ struct WidenedTile {
             for (int i = 0; i < HEAD_SIZE; i += W)
                 store(widened + (TILE + t) * HEAD_SIZE + i,
                       of_quad(load_bits(tile.values + t / 4 * HEAD_SIZE + i), t % 4) * tile.value_scales[t]);
+    }
+    void find(const uint8_t* k_pool, const uint8_t* v_pool, int64_t slot) {
+        const NibbleTile tile = NibblePools::at(k_pool, v_pool, slot / TILE * TILE, TILE);
+        point_at(slot % TILE);
+        for (int d = 0; d < HEAD_SIZE; ++d) {
+            const int g = d / GROUP_SIZE, part = d % 4 * 2 + d % GROUP_SIZE / HALF, row = g * HALF / 4 + d % HALF / 4;
+            for (int i = 0; i < TILE; i += W)
+                store(widened + d * TILE + i,
+                      of_octet(load_bits(tile.keys + row * TILE + i), part) * load_scales(tile.key_scales + g * TILE + i));
+        }
+        for (int t = 0; t < TILE; ++t)
+            for (int d = 0; d < HEAD_SIZE; d += W) {
+                const int g = d / GROUP_SIZE, part = t % 4 * 2 + d % GROUP_SIZE / HALF;
+                const uint32_t* row = tile.values + t / 4 * TOKEN_BYTES + g * HALF;
+                store(widened + (TILE + t) * HEAD_SIZE + d,
+                      of_octet(load_bits(row + d % HALF), part) * to_float(tile.value_scales[g * TILE + t]));
+            }
     }
     void point_at(int64_t lane) { keys = widened + lane, values = widened + (TILE + lane) * HEAD_SIZE; }
     // Rows [2 * pairs][WIDTH] from [pairs][WIDTH][2].
@@ -167,6 +186,101 @@ struct WideQuads : WideProducts<WideQuads, QuadPools> {
     static const float* value_scales(const QuadTile& tile) { return tile.value_scales; }
 };
 
+// As WideProducts, of codes whose scales differ among the dimensions of a token: they multiply a group's part of a score, and
+// the weights for a group of values.
+struct WideNibbles : NibblePools {
+    using Left = float;
+    static constexpr bool has_registers = false;
+
+    template <int N, int C>
+    void score(const float* q, const NibbleTile& tile, int64_t ahead, float* scores) const {
+        auto next = reinterpret_cast<const char*>(tile.keys + ahead);
+        in_vectors<C * LANES / W, vectors_of(N)>([&]<int V>(int i) {
+            for (int g = 0; g < GROUPS; ++g) {
+                vec s[N][V] = {};
+                score_group<N, V>(q + g * GROUP_SIZE, tile.keys + g * (HALF / 4) * TILE + W * i, has_high(g), InOrder{next}, s);
+                for (int v = 0; v < V; ++v) {
+                    const vec scale = load_scales(tile.key_scales + g * TILE + W * (i + v));
+                    for (int n = 0; n < N; ++n) {
+                        float* to = scores + n * TILE + W * (i + v);
+                        store(to, g ? fused(s[n][v], scale, load(to)) : s[n][v] * scale);
+                    }
+                }
+            }
+        });
+    }
+
+    template <int C>
+    void soften(const NibbleTile&, float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
+                float* scale, float*, float* sums) const {
+        soften_wide(scores, from, to, factor, maximum, total, scale, sums, nullptr);
+    }
+
+    template <int N>
+    void weigh(const float* weights, const NibbleTile& tile, int64_t ahead, const float* scale, float* acc) const {
+        auto next = reinterpret_cast<const char*>(tile.values + ahead);
+        const int64_t first = 4 * tile.first_group, last = first + 4 * tile.num_groups;
+        alignas(64) float scaled[N * TILE];
+        for (int g = 0; g < GROUPS; ++g) {
+            for (int64_t t = first / W * W; t < last; t += W) {
+                const vec own = load_scales(tile.value_scales + g * TILE + t);
+                for (int n = 0; n < N; ++n) store(scaled + n * TILE + t, load(weights + n * TILE + t) * own);
+            }
+            in_vectors<HALF / W, N == 1 ? HALF / W : 1>([&]<int V>(int i) {
+                float* to = acc + g * GROUP_SIZE + W * i;
+                const uint32_t* values = tile.values + g * HALF + W * i;
+                if (has_high(g))
+                    weigh_group<N, V, 2>(scaled + first, values, tile.num_groups, InOrder{next}, scale, to);
+                else
+                    weigh_group<N, V, 1>(scaled + first, values, tile.num_groups, InOrder{next}, scale, to);
+            });
+        }
+    }
+
+private:
+    // Adds the products of N queries with V vectors of keys, of one group.
+    template <int N, int V>
+    static void score_group(const float* q, const uint32_t* keys, bool is_whole, InOrder ahead, vec (&sums)[N][V]) {
+        for (int row = 0; row < HALF / 4; ++row, q += 4, keys += TILE)
+            for (int v = 0; v < V; ++v) {
+                const bits octets = load_bits(keys + W * v);
+                if (W == 16 || v % 2 == 0) ahead(keys);
+                unrolled<4>([&]<int i>() {
+                    const vec low = of_octet(octets, 2 * i);
+                    for (int n = 0; n < N; ++n) sums[n][v] = fused(broadcast(q[n * HEAD_SIZE + i]), low, sums[n][v]);
+                    if (!is_whole) return;
+                    const vec high = of_octet(octets, 2 * i + 1);
+                    for (int n = 0; n < N; ++n) sums[n][v] = fused(broadcast(q[n * HEAD_SIZE + HALF + i]), high, sums[n][v]);
+                });
+            }
+    }
+
+    // Adds to `acc` times `scale` the weighted sums of W * V bytes of values, for the HALVES that they have.
+    template <int N, int V, int HALVES>
+    static void weigh_group(const float* weights, const uint32_t* values, int64_t quads, InOrder ahead, const float* scale,
+                            float* acc) {
+        vec a[N][V][HALVES];
+        for (int n = 0; n < N; ++n)
+            for (int v = 0; v < V; ++v)
+                for (int h = 0; h < HALVES; ++h) a[n][v][h] = load(acc + n * HEAD_SIZE + HALF * h + W * v) * scale[n];
+        for (int64_t quad = 0; quad < quads; ++quad, weights += 4, values += TOKEN_BYTES)
+            for (int v = 0; v < V; ++v) {
+                const bits octets = load_bits(values + W * v);
+                if (W == 16 || v % 2 == 0) ahead(values);
+                unrolled<4>([&]<int t>() {
+                    unrolled<HALVES>([&]<int h>() {
+                        const vec x = of_octet(octets, 2 * t + h);
+                        for (int n = 0; n < N; ++n)
+                            a[n][v][h] = fused(broadcast(weights[n * TILE + t]), x, a[n][v][h]);
+                    });
+                });
+            }
+        for (int n = 0; n < N; ++n)
+            for (int v = 0; v < V; ++v)
+                for (int h = 0; h < HALVES; ++h) store(acc + n * HEAD_SIZE + HALF * h + W * v, a[n][v][h]);
+    }
+};
+
 template <typename Tiles>
 struct WideKernel : Tiles {
     using Pool = typename Tiles::Pool;
@@ -186,3 +300,4 @@ struct WideKernel : Tiles {
 };
 using Wide = WideKernel<WidePairs>;
 using WideInt8 = WideKernel<WideQuads>;
+using WideInt4 = WideKernel<WideNibbles>;

@@ -270,7 +270,8 @@ class Executor:
         layout. `sinks`, float32 [H]: logits that take part in the softmax."""
         (num_rows, num_new, num_heads, size) = queries.shape
         shape = cache.shape
-        assert cache.k.dtype in (queries.dtype, torch.int8) and num_new <= length - first
+        storage = STORAGE.index((queries.dtype, cache.k.dtype))
+        assert num_new <= length - first
         queries = queries.contiguous()
         table = cache.block_table
         out = torch.empty(num_rows, shape.num_kv_heads, length - first)
@@ -285,7 +286,7 @@ class Executor:
             length,
         )
         kernel(size).magicdec_received(
-            STORAGE.index(cache.k.dtype),
+            storage,
             numbers,
             queries.data_ptr(),
             cache.k[layer].data_ptr(),
@@ -343,7 +344,7 @@ class Executor:
         if exchange is not None:
             peers.turn = exchange.turn
         arguments = (
-            STORAGE.index(caches[0].k.dtype),
+            STORAGE.index((self.dtype, caches[0].k.dtype)),
             self._describe_model(),
             described,
             peers,

@@ -1,9 +1,8 @@
 // The forward of forward.h, as Python calls it. Compiled for one head size, HEAD_SIZE, in a few seconds.
 #include "forward.h"
 
-// `storage` of the KV pools is FLOAT32 or BFLOAT16, the same as of weights and activations, or INT8 with
-// those of BFLOAT16. Returns
-// DONE, INTERRUPTED if `keep_waiting` said so, or UNKNOWN_TOKEN.
+// `storage` of the KV pools is FLOAT32 or BFLOAT16, the same as of weights and activations, or INT8 or INT4
+// with those of BFLOAT16. Returns DONE, INTERRUPTED if `keep_waiting` said so, or UNKNOWN_TOKEN.
 extern "C" int64_t magicdec_forward(int storage, const Model* model, const Cache* caches, Exchange* exchange, Call* calls,
                                     int64_t num_calls) {
     auto run = [&](auto& forward) { return forward.run(*model, caches, *exchange, calls, num_calls); };
@@ -13,6 +12,10 @@ extern "C" int64_t magicdec_forward(int storage, const Model* model, const Cache
     }
     if (storage == INT8) {
         static thread_local Forward<bfloat16, WideInt8> forward;
+        return run(forward);
+    }
+    if (storage == INT4) {
+        static thread_local Forward<bfloat16, WideInt4> forward;
         return run(forward);
     }
 #if defined(HAS_TILES)

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 from faults.fault import Fault, Property
 
-KV = "test_int8_kv.py::"
+KV = "test_kv_dtype.py::"
 
 PROPERTIES = (
     Property(
-        "An int8 cache is the definition's, for plain decoding as for drafts.",
+        "A cache of codes is the definition's, for plain decoding as for drafts.",
         f"{KV}test_logits_are_those_of_transformers_with_a_rounded_cache",
         (
             Fault(
-                "every token of a tile has the scale of its first",
+                "every token of a tile has the scales of its first",
                 "kv/layout.py",
-                "    scales = _scales(pool)[:, slots // TILE, slots % TILE]\n",
-                "    scales = _scales(pool)[:, slots // TILE, 0 * slots]\n",
+                "        scales = self.scales(pool)[:, slots // TILE, :, slots % TILE]",
+                "        scales = self.scales(pool)[:, slots // TILE, :, 0 * slots]",
+            ),
+            Fault(
+                "no int4 code is the least",
+                "kv/layout.py",
+                ".round().clamp(-8, 7)",
+                ".round().clamp(-7, 7)",
+            ),
+            Fault(
+                "high codes without their sign",
+                "kv/layout.py",
+                "[(grouped << 4) >> 4, grouped >> 4]",
+                "[(grouped << 4) >> 4, (grouped >> 4) & 15]",
             ),
             Fault(
                 "7 bits of 8",
@@ -26,13 +38,38 @@ PROPERTIES = (
         ),
     ),
     Property(
-        "The flag stores the target's cache in int8.",
-        f"{KV}test_drafts_are_lossless_over_an_int8_cache[--draft self --budget 49]",
+        "The kernels read an int4 cache as its definition says.",
+        "test_attention.py::test_backend_equals_attention_written_out"
+        "[native-(6, 2, 16)-FullKV()-torch.uint8]",
         (
             Fault(
-                "the flag stores nothing in int8",
+                "a score has the scale of the token before",
+                "attention/cpp/native_wide.h",
+                "load_scales(tile.key_scales + g * TILE + W * (i + v))",
+                "load_scales(tile.key_scales + g * TILE + W * (i + v) - 1)",
+            ),
+            Fault(
+                "a prefill takes the scale of a tile's first value",
+                "attention/cpp/native_wide.h",
+                "to_float(tile.value_scales[g * TILE + t])",
+                "to_float(tile.value_scales[g * TILE])",
+            ),
+            Fault(
+                "quotients are cut off",
+                "attention/cpp/native_int4.h",
+                "std::lrint(float(numbers[d] * inverse))",
+                "int(numbers[d] * inverse)",
+            ),
+        ),
+    ),
+    Property(
+        "The flag stores the target's cache in codes.",
+        f"{KV}test_drafts_are_lossless_over_a_cache_of_codes[int8 --draft self --budget 49]",
+        (
+            Fault(
+                "the flag stores no codes",
                 "setup/loading.py",
-                "kv_dtype=torch.int8 if plan.is_int8_kv else None,",
+                "kv_dtype=None if plan.coded_kv is None else POOL_DTYPES[plan.coded_kv],",
                 "kv_dtype=None,",
             ),
         ),
