@@ -13,11 +13,13 @@ from pathlib import Path
 from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.parser import ConfigFile, ParsedValues
 from magicdec.cli.parsing.record_files import given_flags
+from magicdec.config.choices.backend import check_codes
 from magicdec.config.choices.layers import check_copy, choose_weights
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
     MODEL_PREFIX,
     SELF,
+    AttentionSection,
     ClusterSection,
     DecodingSection,
     DraftChoice,
@@ -27,8 +29,9 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.config.setting import same, setting
+from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import Hardware, Link, load_machine, load_quiet_machine
-from magicdec.hardware.costs import DTYPE_BYTES, Deployment
+from magicdec.hardware.costs import DTYPE_BYTES, Deployment, mixers_of
 from magicdec.model.config import ModelConfig
 from magicdec.model.presets.presets import PRESETS, find_config
 from magicdec.names import (
@@ -68,6 +71,7 @@ class PlanSection(AcceptanceSection):
     dtype: str = same(ModelSection, "dtype", "bfloat16", choices=DTYPES)
     target_dtype: str = same(ModelSection, "target_dtype")
     draft_weights: str | None = same(DecodingSection, "draft_weights")
+    kv_dtype: str = same(AttentionSection, "kv_dtype")
     machine: Path | None = setting(
         None,
         "The file that `magicdec probe` wrote on this machine with the same ranks and threads: the "
@@ -251,7 +255,16 @@ def find_target(args: PlanSection, config: ModelConfig, nodes: int) -> Deploymen
     if is_in_groups(config) and args.target_dtype == "auto":
         weights = STORED
     low_bit = weights if weights in NARROW else None
-    return Deployment(config, hardware, DTYPE_BYTES[args.dtype], args.tp, nodes, low_bit)
+    kv_dtype = None if args.kv_dtype == "auto" else args.kv_dtype
+    if kv_dtype is not None:
+        check_codes(kv_dtype, args.dtype, config.cached_head_dim)
+        if any(mixer.entry_bytes(Shard(), 1) for mixer in mixers_of(config)):
+            raise ValueError(
+                f"--kv_dtype {kv_dtype}: layers of --model {config.name} keep something else than "
+                "K and V; choose auto"
+            )
+    rank = hardware, DTYPE_BYTES[args.dtype], args.tp, nodes
+    return Deployment(config, *rank, low_bit, kv_dtype)
 
 
 def is_in_groups(config: ModelConfig) -> bool:
@@ -398,7 +411,7 @@ def find_draft(args: PlanSection, target: Deployment) -> Deployment:
         )
     if low_bit is None and is_in_groups(config):
         low_bit = STORED
-    return replace(target, config=config, tp=1, nodes=1, low_bit=low_bit)
+    return replace(target, config=config, tp=1, nodes=1, low_bit=low_bit, kv_dtype=None)
 
 
 main = LoneCommand(

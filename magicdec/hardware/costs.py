@@ -56,6 +56,7 @@ class Deployment:
     tp: int = 1
     nodes: int = 1
     low_bit: str | None = None  # int8 or int4 weights
+    kv_dtype: str | None = None  # int8 or int4 K and V
 
     def forward(self, B: int, T: int, S: int, num_logits: int | None = None) -> ForwardCost:
         """The cost on the rank with the most query heads, for which the others wait. `num_logits`
@@ -63,7 +64,7 @@ class Deployment:
         that linear layers write their state after each."""
         c = self.config
         shard = slowest_shard(self.config, self.tp)
-        entry = attention_entry_bytes(c, shard, self.dtype_bytes)
+        entry = attention_entry_bytes(c, shard, self.dtype_bytes, self.kv_dtype)
         layers = attention_layers(c).items()
         entries = sum(n * (T + min(S, (window or S + 1) - 1)) for window, n in layers)
         num_states = 1 + (T if num_logits is None else 1)  # read, and written
@@ -311,26 +312,28 @@ def stored_bytes(
     return stored
 
 
-def kv_bytes_per_token(config: ModelConfig, shard: Shard, dtype_bytes: int) -> int:
-    """Bytes of K and V of one cached token in all layers."""
+def kv_bytes_per_token(
+    config: ModelConfig, shard: Shard, dtype_bytes: int, kv_dtype: str | None = None
+) -> int:
+    """Bytes of K and V of one cached token in all layers, with the scales of int8 or int4."""
     mixer_bytes = sum(n * m.entry_bytes(shard, dtype_bytes) for m, n in mixers_of(config).items())
     num_layers = sum(attention_layers(config).values())
-    return num_layers * attention_entry_bytes(config, shard, dtype_bytes) + round(mixer_bytes)
+    entry_bytes = attention_entry_bytes(config, shard, dtype_bytes, kv_dtype)
+    return num_layers * entry_bytes + round(mixer_bytes)
 
 
-def coded_kv_bytes_per_token(config: ModelConfig, shard: Shard, kv_dtype: str) -> int:
-    """`kv_bytes_per_token` of a cache in int8 or int4, with its scales."""
-    size = config.cached_head_dim
-    num_heads = kv_bytes_per_token(config, shard, 1) // size  # of K and V in all layers
-    if kv_dtype == "int8":
-        return num_heads * (size + SCALE_BYTES)
-    return num_heads * -(-size // CODED_GROUP) * GROUP_BYTES
-
-
-def attention_entry_bytes(config: ModelConfig, shard: Shard, dtype_bytes: int) -> int:
+def attention_entry_bytes(
+    config: ModelConfig, shard: Shard, dtype_bytes: int, kv_dtype: str | None = None
+) -> int:
     """Bytes of K and V of one cached token in a layer with attention that is computed here."""
     first, last = shard.heads(config.num_heads, config.num_kv_heads)[1]
-    return 2 * (last - first) * config.cached_head_dim * dtype_bytes
+    size = config.cached_head_dim
+    head_bytes = {
+        None: size * dtype_bytes,
+        "int8": size + SCALE_BYTES,
+        "int4": -(-size // CODED_GROUP) * GROUP_BYTES,
+    }
+    return 2 * (last - first) * head_bytes[kv_dtype]
 
 
 def state_bytes(config: ModelConfig, shard: Shard, dtype_bytes: int) -> int:

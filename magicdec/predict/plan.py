@@ -189,6 +189,7 @@ def describe_model(model: Deployment, dtype: str) -> dict[str, Any]:
         "planned_only": model.config.planned_only,
         "dtype": dtype,
         "target_dtype": model.low_bit or dtype,
+        "kv_dtype": model.kv_dtype or dtype,
         "tp": model.tp,
         "nodes": model.nodes,
     }
@@ -325,7 +326,9 @@ def _name(model: dict[str, Any]) -> str:
     nodes = model["nodes"]
     over = f" over {nodes} nodes" if nodes > 1 else ""
     weights = f" in {model['target_dtype']}" if model["target_dtype"] in NARROW else ""
-    return f"{model['model']}{weights} on {tp} rank{'s' * (tp > 1)}{over}"
+    kv_dtype = model.get("kv_dtype", model["dtype"])
+    cache = f" with K and V in {kv_dtype}" if kv_dtype != model["dtype"] else ""
+    return f"{model['model']}{weights}{cache} on {tp} rank{'s' * (tp > 1)}{over}"
 
 
 def _drafting(record: PlanRecord) -> str:

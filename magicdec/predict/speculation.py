@@ -44,7 +44,7 @@ class SelectionCost:
         config = model.config
         h = model.hardware
         shard = slowest_shard(model.config, model.tp)
-        entry = kv_bytes_per_token(config, shard, model.dtype_bytes)
+        entry = kv_bytes_per_token(config, shard, model.dtype_bytes, model.kv_dtype)
         # Keys are half of an entry. Copied entries are read and written.
         num_bytes = B * (S * entry / 2 + 2 * min(budget, S) * entry * self.is_copied)
         # The products of queries and keys are half of what attention computes.

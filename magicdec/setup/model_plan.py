@@ -10,7 +10,6 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.costs import (
     DTYPE_BYTES,
     bytes_as_stored,
-    coded_kv_bytes_per_token,
     kv_bytes_per_token,
     low_bit_bytes,
     matrices,
@@ -408,7 +407,5 @@ class ModelPlan:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of K and V of a token in the cache."""
-        if self.coded_kv is not None:
-            return coded_kv_bytes_per_token(self.part_model, self.shard, self.coded_kv)
         size = DTYPE_BYTES[self.config.model.dtype]
-        return kv_bytes_per_token(self.part_model, self.shard, size)
+        return kv_bytes_per_token(self.part_model, self.shard, size, self.coded_kv)

@@ -14,6 +14,8 @@ from synthetic_records import parse_record
 from magicdec.cli import plan
 from magicdec.cli.plan import PlanSection
 from magicdec.hardware.ceiling_file import Hardware, Link, MachineFile
+from magicdec.hardware.costs import Deployment
+from magicdec.model.presets.presets import find_config
 from magicdec.predict.acceptance_file import drafting_of, is_plain
 from magicdec.predict.curves import conditional_rate, find_conditional, find_curves
 from magicdec.predict.lengths import AcceptanceLengths
@@ -369,6 +371,30 @@ def test_what_cannot_be_is_refused_in_one_line(run: Run, flags: str, message: st
     code, out, err = run(flags)
     assert (code, out) == (2, "") and message in err
     assert err.startswith("magicdec plan: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("kv_dtype", "size"), [("int8", 128 + 4), ("int4", 4 * 18)])
+def test_a_cache_of_codes_is_read_in_its_bytes(kv_dtype: str, size: int) -> None:
+    """Llama-3.1-8B has 32 layers of 8 KV heads of 128 numbers."""
+    config = find_config("--model", "llama-3.1-8b")
+    plain, coded = (
+        Deployment(config, Hardware(1e9, 1e9), 2, kv_dtype=dtype).forward(3, 1, 999)
+        for dtype in (None, kv_dtype)
+    )
+    assert plain.kv_bytes == 3 * 1000 * 32 * 2 * 8 * 128 * 2
+    assert coded.kv_bytes == 3 * 1000 * 32 * 2 * 8 * size
+    assert coded.weight_bytes == plain.weight_bytes
+
+
+def test_a_cache_of_codes_is_planned(run: Run) -> None:
+    code, out, _ = run(f"{BY_HAND} --acceptance 0.8 --kv_dtype int4")
+    assert code == 0 and "with K and V in int4 on 1 rank" in out
+    for words, message in (
+        ("--dtype float32", "--kv_dtype int4: it is for --dtype bfloat16, not float32"),
+        ("--model deepseek-v3", "--kv_dtype int4: layers of --model deepseek-v3 keep something el"),
+    ):
+        code, _, err = run(f"{BY_HAND} --acceptance 0.8 --kv_dtype int4 {words}")
+        assert code == 2 and message in err and err.count("\n") == 1
 
 
 def test_a_plan_imports_no_torch() -> None:

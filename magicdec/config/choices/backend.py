@@ -84,6 +84,18 @@ def choose_kv_dtype(value: str, dtype: str, backend: str, head_dim: int) -> str:
     place of auto. Raises ValueError if the user asked for one that the backend cannot read."""
     if value in ("auto", dtype):
         return dtype
+    check_codes(value, dtype, head_dim)
+    if not capabilities_of(backend).reads_codes:
+        fitting = list_backends(lambda c: c.reads_codes)
+        raise ValueError(
+            f"--kv_dtype {value}: --attention {backend} does not read it; choose auto, or "
+            f"--attention {' or '.join(fitting)}"
+        )
+    return value
+
+
+def check_codes(value: str, dtype: str, head_dim: int) -> None:
+    """Raises ValueError for a `--kv_dtype` of codes that no backend reads."""
     if value == "int8" and head_dim % INT8_QUAD:
         raise ValueError(
             f"--kv_dtype {value}: head size {head_dim} is not a multiple of {INT8_QUAD}; choose "
@@ -94,13 +106,6 @@ def choose_kv_dtype(value: str, dtype: str, backend: str, head_dim: int) -> str:
             f"--kv_dtype {value}: it is for --dtype bfloat16, not {dtype}, whose last bits would "
             "decide which code a number has; choose auto"
         )
-    if not capabilities_of(backend).reads_codes:
-        fitting = list_backends(lambda c: c.reads_codes)
-        raise ValueError(
-            f"--kv_dtype {value}: --attention {backend} does not read it; choose auto, or "
-            f"--attention {' or '.join(fitting)}"
-        )
-    return value
 
 
 def check_returns_weights(backend: str, policy: str) -> None:
