@@ -51,6 +51,11 @@ def test_logits_are_those_of_transformers_with_a_rounded_cache(codes: torch.dtyp
     found = [
         runner.forward(ForwardBatch(part, [0, 1])) for part in ids.split([100, 30, 5, 1, 24], dim=1)
     ]
+    num_heads = 2 * 6 * 4  # of K and V in all layers
+    head_bytes = 64 + 4 if codes == torch.int8 else 2 * (16 + 2)
+    counts = runner.counts
+    assert counts.kv_tokens_read == 2 * (100 + 130 + 135 + 136 + 160)
+    assert counts.kv_bytes_read == counts.kv_tokens_read * num_heads * head_bytes
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     rounded = theirs(ids, past_key_values=RoundedCache(codes)).logits
     plain = theirs(ids, past_key_values=DynamicCache()).logits
