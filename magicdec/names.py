@@ -136,6 +136,8 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": "magicdec.model.families.gemma:GEMMA3",
     "Qwen2ForCausalLM": "magicdec.model.families.llama:QWEN2",
     "Qwen3ForCausalLM": "magicdec.model.families.llama:QWEN3",
+    "Qwen3_5ForCausalLM": "magicdec.model.families.hybrids:QWEN3_5",
+    "Qwen3_5ForConditionalGeneration": "magicdec.model.families.hybrids:QWEN3_5",
     "BaiChuanForCausalLM": "magicdec.model.families.llama:BAICHUAN",
     "BaichuanForCausalLM": "magicdec.model.families.llama:BAICHUAN",
     "GPT2LMHeadModel": "magicdec.model.families.gpt:GPT2",
@@ -146,11 +148,9 @@ ARCHITECTURES = {
 }
 # Of models that nothing here computes: the families whose costs `magicdec plan` counts.
 PLANNED = {
-    "Qwen3NextForCausalLM": "magicdec.model.families.planned:QWEN3_NEXT",
-    "Qwen3_5ForCausalLM": "magicdec.model.families.planned:QWEN3_5",
-    "Qwen3_5ForConditionalGeneration": "magicdec.model.families.planned:QWEN3_5",
-    "Qwen3_5MoeForCausalLM": "magicdec.model.families.planned:QWEN3_5_MOE",
-    "Qwen3_5MoeForConditionalGeneration": "magicdec.model.families.planned:QWEN3_5_MOE",
+    "Qwen3NextForCausalLM": "magicdec.model.families.hybrids:QWEN3_NEXT",
+    "Qwen3_5MoeForCausalLM": "magicdec.model.families.hybrids:QWEN3_5_MOE",
+    "Qwen3_5MoeForConditionalGeneration": "magicdec.model.families.hybrids:QWEN3_5_MOE",
     "DeepseekV3ForCausalLM": "magicdec.model.families.planned:DEEPSEEK_V3",
     "DeepseekV4ForCausalLM": "magicdec.model.families.planned:DEEPSEEK_V4",
     "Gemma4ForCausalLM": "magicdec.model.families.planned:GEMMA4",

@@ -1,5 +1,5 @@
-"""The bytes that a pass must read at least: weights once per forward, and the KV that each
-forward's view shows.
+"""The bytes that a pass must read at least: weights once per forward, the KV that each forward's
+view shows, and the states of linear attention.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def expert_bytes(model: Transformer) -> tuple[int, int]:
 
 
 def bytes_read(model: Transformer, counts: ForwardCounts) -> int:
-    """Weights once a forward, of a mixture those experts that it read, and K and V."""
+    """Weights once a forward, of a mixture those experts that it read, K and V, and states."""
     expert_total, num_experts = expert_bytes(model)
     always = weight_bytes(model) - expert_total
     read = expert_total * counts.experts_read // num_experts if num_experts else 0
-    return counts.num_forwards * always + read + counts.kv_bytes_read
+    return counts.num_forwards * always + read + counts.kv_bytes_read + counts.state_bytes

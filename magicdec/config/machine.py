@@ -41,12 +41,13 @@ class Machine:
 @dataclass(frozen=True)
 class ModelTraits:
     """The facts of a model: cached head size, ALiBi, sliding window in tokens (None without), sink
-    logits, what native steps do not compute of it, and the target's layers that give states to an
-    EAGLE-3 head."""
+    logits, what native steps do not compute of it, whether layers have states (linear attention),
+    and the target's layers that give hidden states to an EAGLE-3 head."""
 
     head_dim: int = 64
     has_alibi: bool = False
     sliding_window: int | None = None
     has_sinks: bool = False
     layer_obstacle: str | None = None
+    has_states: bool = False
     state_layers: tuple[int, ...] = ()

@@ -112,7 +112,10 @@ def resolve(
             low_bit or dtype,
             draft.state_layers,
         )
-    graphs = choose_graphs(decoding.cuda_graphs, device, backends, is_staged, decoding.pa)
+    has_states = target.has_states or draft.has_states
+    graphs = choose_graphs(
+        decoding.cuda_graphs, device, backends, is_staged, decoding.pa, has_states
+    )
     chosen = {"gamma": decoding.gamma_or_default, "cuda_graphs": graphs}
     sizes = {"gen_len": w.num_new_tokens, "num_batches": w.most_batches}
     return ResolvedConfig(

@@ -127,7 +127,8 @@ def matrices(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
     q, kv, ffn, head = _widths(config, shard)
     hidden = config.hidden_size
     up = (2 if config.gated_mlp else 1) * ffn
-    attention = [(q + 2 * kv, hidden), (hidden, q)]
+    gates = q * config.gated_attention
+    attention = [(q + 2 * kv + gates, hidden), (hidden, q)]
     mlp = [(up, hidden), (hidden, ffn)]
     shapes = []
     for kind in config.kinds:
@@ -163,7 +164,7 @@ def shared_expert(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
 
 
 def mixers_of(config: ModelConfig) -> dict[Mixer, int]:
-    """The number of layers of each mixer that nothing here computes."""
+    """The number of layers of each mixer beside attention."""
     counts = Counter[Mixer]()
     for kind, number in config.kind_counts.items():
         if kind.mixer is not None:

@@ -20,6 +20,7 @@ class ForwardCounts:
     draft_kv_tokens_read: int = 0  # the part of `kv_tokens_read` that draft forwards read
     experts_read: int = 0  # experts of all layers that a forward has read, summed over forwards
     draft_rows: int = 0  # rows of draft forwards, summed over forwards
+    state_bytes: int = 0  # of states of linear attention that forwards have read
     bytes_per_token: int = field(default=0, compare=False)  # of a token's key and value, all layers
     num_layers: int = field(default=1, compare=False)
     keys_on_device: int = field(default=1, compare=False)  # keys for which the device counts one

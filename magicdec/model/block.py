@@ -17,7 +17,9 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.config import ModelConfig
 from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.experts import Experts
+from magicdec.model.gated_delta import GatedDeltaNet, Remember
 from magicdec.model.linear.packed import Linear, PartialLinear, Reduce, row_parallel
+from magicdec.model.mixers import LinearAttention
 from magicdec.model.positions import PositionEncoding, split_heads
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -90,10 +92,10 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.num_heads = q_last - q_first
         self.num_kv_heads = kv_last - kv_first
+        self.num_gates = self.num_heads * config.gated_attention
+        num_heads = self.num_heads + 2 * self.num_kv_heads + self.num_gates
         self.qkv: Linear = nn.Linear(
-            config.hidden_size,
-            (self.num_heads + 2 * self.num_kv_heads) * self.head_dim,
-            bias=config.qkv_bias,
+            config.hidden_size, num_heads * self.head_dim, bias=config.qkv_bias
         )
         self.output: Linear = PartialLinear(
             self.num_heads * self.head_dim, config.hidden_size, bias=config.output_bias
@@ -115,23 +117,38 @@ class Attention(nn.Module):
         """The output projection's input, [B, T, H * D]."""
         rows, num_tokens, _ = x.shape
         heads = self.qkv(x).view(rows, num_tokens, -1, self.head_dim)
+        gates = heads[:, :, heads.shape[2] - self.num_gates :]  # [B, T, H, D], or none
+        heads = heads[:, :, : heads.shape[2] - self.num_gates]
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = split_heads(heads, self.num_heads, self.num_kv_heads)
             heads = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
         out = attend(layer, *encode(heads, self.num_heads, self.num_kv_heads))
         if out.shape[-1] > self.head_dim:  # ALiBi's extra dimensions, zeros
             out = out[..., : self.head_dim]
+        if self.num_gates:
+            out = out * gates.sigmoid()
         return out.reshape(rows, num_tokens, -1)
 
 
 class Block(nn.Module):
-    """`has_experts`: a mixture of experts in place of the MLP."""
+    """`has_experts`: a mixture of experts in place of the MLP. `mixer`: in place of attention."""
 
-    def __init__(self, config: ModelConfig, shard: Shard, has_experts: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        shard: Shard,
+        has_experts: bool = False,
+        mixer: LinearAttention | None = None,
+    ) -> None:
         super().__init__()
         self.is_parallel = config.residual != "sequential"
         self.attention_norm = make_norm(config)
-        self.attention = Attention(config, shard)
+        self.attention: Attention | GatedDeltaNet
+        if mixer is None:
+            self.attention = Attention(config, shard)
+        else:
+            assert not self.is_parallel, "its MLP follows"
+            self.attention = GatedDeltaNet(config, mixer, shard)
         self.mlp_norm: RMSNorm | nn.LayerNorm | None = None
         if config.residual != "parallel_shared_norm":
             self.mlp_norm = make_norm(config)
@@ -143,6 +160,12 @@ class Block(nn.Module):
         self.mlp: MLP | Experts = Experts(config, shard) if has_experts else MLP(config, shard)
         assert not (has_experts and self.is_parallel), "experts follow attention"
 
+    @property
+    def self_attention(self) -> Attention:
+        """Of a layer without linear attention."""
+        assert isinstance(self.attention, Attention), "asked of a layer with keys and values"
+        return self.attention
+
     def forward(
         self,
         x: Tensor,
@@ -151,6 +174,7 @@ class Block(nn.Module):
         encode: PositionEncoding,
         attend: Attend,
         reduce: Reduce,
+        remember: Remember | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The layer of hidden states x + y, or x, [B, T, hidden]. It returns two summands too:
         the next norm adds them, which saves a pass."""
@@ -160,13 +184,17 @@ class Block(nn.Module):
             x, normed = add_norm(self.attention_norm, x, y)
         if not self.is_parallel:
             assert self.mlp_norm is not None, "the MLP of a sequential block has a norm"
-            y = self.attention(normed, layer, encode, attend, reduce)
+            if isinstance(self.attention, GatedDeltaNet):
+                assert remember is not None, "the model has such layers"
+                y = self.attention(normed, layer, remember, reduce)
+            else:
+                y = self.self_attention(normed, layer, encode, attend, reduce)
             y = y if self.post_attention_norm is None else self.post_attention_norm(y)
             x, normed = add_norm(self.mlp_norm, x, y)
             del y  # frees memory before the MLP: y is large for a long prefill chunk
             added = self.mlp(normed, reduce)
             return x, added if self.post_mlp_norm is None else self.post_mlp_norm(added)
-        attention = self.attention
+        attention = self.self_attention
         mlp = self.mlp
         assert isinstance(mlp, MLP), "experts follow attention"
         hidden = mlp.hidden(normed if self.mlp_norm is None else self.mlp_norm(x))

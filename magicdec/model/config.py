@@ -173,6 +173,9 @@ class ModelConfig:
     what attention and MLP add, too. `embedding_scale` multiplies embedded tokens, `query_scale`
     queries. `experts`: a mixture in place of the MLP, except in layers that have one.
 
+    `gated_attention`: the output of attention is multiplied by the sigmoid of a gate, as wide as
+    the queries.
+
     `stored_bytes`: those of a weight of a checkpoint whose matrices are numbers in groups, with
     scales, on average over its layers; `plain_share` of their weights are plain numbers, and so are
     `cut_share` where several ranks share a layer. `head_bytes`: of a weight of the head, None if it
@@ -206,6 +209,7 @@ class ModelConfig:
     residual: str = "sequential"
     qk_norm: bool = False
     sink_logits: bool = False
+    gated_attention: bool = False
     post_norms: bool = False
     embedding_scale: float = 1.0
     query_scale: float = 1.0
@@ -225,7 +229,8 @@ class ModelConfig:
         assert not self.post_norms or self.residual == "sequential", "of Gemma"
         assert self.query_scale == 1.0 or self.rope.rotary_dim is None, "of Gemma"
         assert len(self.layer_kinds) in (1, self.num_layers), "a kind of each layer, or of all"
-        is_computed = all(kind.mixer is None for kind in self.layer_kinds)
+        mixers = [kind.mixer for kind in self.layer_kinds if kind.mixer is not None]
+        is_computed = all(mixer.is_computed for mixer in mixers)
         assert is_computed or self.planned_only, "what only the plan knows is refused elsewhere"
         field = "rms_norm_eps" if self.norm == "rms" else "layer_norm_epsilon"
         if not 0 <= self.norm_eps <= 1:
@@ -254,6 +259,16 @@ class ModelConfig:
         """The kind of each layer."""
         is_one = len(self.layer_kinds) == 1
         return self.layer_kinds * self.num_layers if is_one else self.layer_kinds
+
+    @property
+    def attention_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer with attention, whose keys and values a cache has."""
+        return tuple(kind for kind in self.kinds if kind.mixer is None)
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """What the other layers have, layer by layer."""
+        return tuple(kind.mixer for kind in self.kinds if kind.mixer is not None)
 
     @cached_property
     def kind_counts(self) -> dict[LayerKind, int]:

@@ -17,6 +17,7 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.block import Attend, Block, RMSNorm, add_norm, make_norm
 from magicdec.model.config import ModelConfig
 from magicdec.model.elementwise.operators import Elementwise
+from magicdec.model.gated_delta import Remember
 from magicdec.model.linear.packed import Linear, Reduce
 from magicdec.model.positions import PositionEncoding
 from magicdec.model.transformer import Embedding, Transformer
@@ -28,9 +29,10 @@ class FirstBlock(Block):
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__(config, shard)
         assert config.eagle is not None, "a layer of a head"
-        qkv = self.attention.qkv
+        attention = self.self_attention
+        qkv = attention.qkv
         inputs = 2 * config.hidden_size
-        self.attention.qkv = nn.Linear(inputs, qkv.out_features, bias=qkv.bias is not None)
+        attention.qkv = nn.Linear(inputs, qkv.out_features, bias=qkv.bias is not None)
         self.hidden_norm = make_norm(config)
         self.norm_before_residual = config.eagle.norm_before_residual
 
@@ -42,13 +44,14 @@ class FirstBlock(Block):
         encode: PositionEncoding,
         attend: Attend,
         reduce: Reduce,
+        remember: Remember | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The layer of embedding and state [B, T, 2 H]; the result as `Block`'s."""
         embedding, state = (part.contiguous() for part in x.chunk(2, dim=-1))
         normed = self.hidden_norm(state)
         both = torch.cat([self.attention_norm(embedding), normed], dim=-1)
         x = normed if self.norm_before_residual else state
-        y = self.attention(both, layer, encode, attend, reduce)
+        y = self.self_attention(both, layer, encode, attend, reduce)
         assert self.mlp_norm is not None, "the residuals of a head are sequential"
         x, normed = add_norm(self.mlp_norm, x, y)
         return x, self.mlp(normed, reduce)

@@ -1,5 +1,6 @@
-"""Token mixers that nothing here computes: what they weigh, keep and read, from published shapes,
-so that `magicdec plan` can count them. Imports no torch.
+"""Token mixers beside attention as `attention/` computes it: what they weigh, keep and read, from
+published shapes. `gated_delta.py` computes linear attention, and `magicdec plan` alone counts the
+others. Imports no torch.
 
 Counts are of one layer and of one rank, which has the heads that `Shard` gives it. An entry is what
 a cached token has in the layer; a state is what the layer keeps of a sequence whatever its length.
@@ -8,6 +9,7 @@ a cached token has in the layer; a state is what the layer keeps of a sequence w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from magicdec.distributed.tensor_parallel import Shard
 
@@ -19,6 +21,8 @@ STATE_BYTES = 4  # of a number of a linear layer's state, which is kept in float
 class Mixer:
     """What a layer has in place of attention as it is computed here. The matrices and vectors of a
     mixer are its own, so that the model's `qk_norm` and biases do not count in its layer."""
+
+    is_computed: ClassVar[bool] = False
 
     def matrices(self, hidden: int, shard: Shard) -> Matrices:
         """(outputs, inputs) of the linear layers."""
@@ -101,6 +105,7 @@ class LinearAttention(Mixer):
     key_dim: int
     value_dim: int
     kernel: int
+    is_computed: ClassVar[bool] = True
 
     def _heads(self, shard: Shard) -> tuple[int, int]:
         values, keys = shard.heads(self.num_value_heads, self.num_key_heads)

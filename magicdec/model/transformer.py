@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.block import MLP, Attend, Block, RMSNorm, add_norm, make_norm
-from magicdec.model.config import ROUTER, SHARED_GATE, ModelConfig, RopeConfig
+from magicdec.model.block import MLP, Attend, Attention, Block, RMSNorm, add_norm, make_norm
+from magicdec.model.config import ROUTER, SHARED_GATE, LayerKind, ModelConfig, RopeConfig
 from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.experts import Experts
+from magicdec.model.gated_delta import Remember
 from magicdec.model.linear.grouped import GroupedLinear
 from magicdec.model.linear.packed import (
     Linear,
@@ -29,6 +30,7 @@ from magicdec.model.linear.packed import (
     exchange,
     pack,
 )
+from magicdec.model.mixers import LinearAttention
 from magicdec.model.positions import (
     PositionEncoding,
     alibi,
@@ -48,6 +50,13 @@ KeepState = Callable[[int, Tensor], None]
 def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
     """The factor of embedded tokens, rounded to `dtype` as in the published code."""
     return float(torch.tensor(config.embedding_scale).to(dtype))
+
+
+def make_block(config: ModelConfig, shard: Shard, kind: LayerKind) -> Block:
+    has_experts = config.experts is not None and not kind.has_mlp
+    mixer = kind.mixer
+    assert mixer is None or isinstance(mixer, LinearAttention), "others are refused before"
+    return Block(config, shard, has_experts, mixer)
 
 
 class Embedding(nn.Embedding):
@@ -88,8 +97,7 @@ class Transformer(nn.Module):
             self.embedding_norm = make_norm(config)
         kinds = config.kinds
         self.blocks = nn.ModuleList(
-            Block(config, shard, config.experts is not None and not kinds[layer].has_mlp)
-            for layer in self.layers
+            make_block(config, shard, kinds[layer]) for layer in self.layers
         )
         if self.has_head:
             self.norm = make_norm(config)
@@ -116,6 +124,11 @@ class Transformer(nn.Module):
         self.has_head = self.is_last if has_ends is None else has_ends
         self.head_rows = shard.split(config.vocab_size)
 
+    @property
+    def part_config(self) -> ModelConfig:
+        """The config of these layers."""
+        return self.config.part(self.layers)
+
     def set_positions(self, max_positions: int, device: torch.device) -> None:
         """Prepare ALiBi's slopes, or rotary tables for at least positions 0 .. max_positions -
         1."""
@@ -133,7 +146,8 @@ class Transformer(nn.Module):
 
     def sinks(self) -> Tensor | None:
         """The sink logits of these layers, float32 [L, H], None without."""
-        layer_sinks = [block.attention.sinks for block in self.blocks if isinstance(block, Block)]
+        attentions = [block.attention for block in self.blocks if isinstance(block, Block)]
+        layer_sinks = [part.sinks for part in attentions if isinstance(part, Attention)]
         found = [sinks.detach().float() for sinks in layer_sinks if sinks is not None]
         return torch.stack(found) if found else None
 
@@ -151,11 +165,12 @@ class Transformer(nn.Module):
         num_outputs: int | None = None,
         before_layer: BeforeLayer = lambda layer: None,
         keep: KeepState | None = None,
+        remember: Remember | None = None,
     ) -> Tensor:
         """Token ids [B,T], or hidden states [B,T,hidden] without the embedding, to this rank's
         logits [B,T,V], or hidden states without last layer and head. After the last layer only
         the last `num_outputs` positions are kept, by default all. `keep` is called before each
-        layer and after the last."""
+        layer and after the last. `remember` keeps the states of layers with linear attention."""
         if self.has_embedding:
             x = self._embed(x, positions)
         encodings = self._position_encodings(positions)
@@ -164,7 +179,8 @@ class Transformer(nn.Module):
             before_layer(layer)
             if keep is not None:
                 keep(layer, x if y is None else x + y)
-            x, y = block(x, y, layer, encodings[layer % len(encodings)], attend, reduce)
+            encode = encodings[layer % len(encodings)]
+            x, y = block(x, y, layer, encode, attend, reduce, remember)
         if keep is not None and y is not None:
             keep(self.layers.stop, x + y)
         assert y is not None, "a part has at least one layer"

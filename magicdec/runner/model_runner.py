@@ -25,6 +25,7 @@ from magicdec.kv.layer_views import LayerViews, LayerWindows
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.prefix_cache import CachedText
 from magicdec.kv.view import FULL, KVView, Visible, make_view
+from magicdec.model.gated_delta import DeltaTokens
 from magicdec.model.transformer import Transformer
 from magicdec.runner.forward_batch import (
     Cancelled,
@@ -32,6 +33,7 @@ from magicdec.runner.forward_batch import (
     ForwardBatch,
     ForwardObserver,
 )
+from magicdec.runner.layer_states import LayerStates, StateShape
 from magicdec.runner.native_steps.executor import Executor
 
 OneObserver = TypeVar("OneObserver", bound=ForwardObserver)
@@ -65,14 +67,20 @@ class ModelRunner:
     shares_prefixes: bool = False  # rows whose texts begin alike share blocks
     host_tokens: int = 0  # of blocks that have left for host memory, and may come back
     forks: Forks | None = None  # the last rows, which fork the texts of the others
+    borrows_states: bool = False  # of layers with states: rows begin anew in another runner
+    most_uncommitted: int = 32  # tokens of a row that go back or stay, where layers have states
     offsets: Tensor | None = None
     draft_runner: ModelRunner | None = None
     observers: list[ForwardObserver] = field(default_factory=list)
     shared_caches: InitVar[LayerCaches | None] = None  # default: caches of its own
     shared_counts: InitVar[ForwardCounts | None] = None  # default: counts of its own
+    shared_states: InitVar[LayerStates | None] = None  # default: states of its own
 
     def __post_init__(
-        self, shared_caches: LayerCaches | None, shared_counts: ForwardCounts | None
+        self,
+        shared_caches: LayerCaches | None,
+        shared_counts: ForwardCounts | None,
+        shared_states: LayerStates | None,
     ) -> None:
         self.device = next(self.model.parameters()).device
         self.windows = self.layer_windows()
@@ -85,12 +93,12 @@ class ModelRunner:
             own.sinks = None if self.sink_logits is None else self.sink_logits[list(layers)]
         self.model.set_positions(self.max_tokens, self.device)
         self.counts = self._make_counts() if shared_counts is None else shared_counts
+        self.states = self._make_states() if shared_states is None else shared_states
         self.enqueued: list[EnqueuedForward] = []
         self.has_flaws = False  # native calls computed NaN or infinity
 
     def layer_windows(self) -> LayerWindows:
-        layers = self.model.layers
-        kinds = self.model.config.kinds[layers.start : layers.stop]
+        kinds = self.model.part_config.attention_kinds
         return LayerWindows.make([kind.window for kind in kinds], self.max_tokens)
 
     def _shape_of(self, num_layers: int, storage: Storage) -> CacheShape:
@@ -123,6 +131,28 @@ class ModelRunner:
             num_places=-(-self.host_tokens // storages[0].block_size),
         )
 
+    def _make_states(self) -> LayerStates | None:
+        """Those of layers with linear attention, None without such layers."""
+        mixers = self.model.part_config.mixers
+        if not mixers:
+            return None
+        shape = StateShape.of(mixers, self.model.shard)
+        dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
+        return LayerStates(
+            shape, len(mixers), self.num_rows, self.most_uncommitted, dtype, self.device
+        )
+
+    @cached_property
+    def layer_numbers(self) -> list[int]:
+        """The number of each layer among those of its kind: with attention, or with a state."""
+        counts = [0, 0]
+        numbers = []
+        for kind in self.model.part_config.kinds:
+            is_linear = kind.mixer is not None
+            numbers.append(counts[is_linear])
+            counts[is_linear] += 1
+        return numbers
+
     @property
     def cache(self) -> KVCache:
         """The cache of the layers with the widest window. Its lengths are those of all."""
@@ -136,7 +166,7 @@ class ModelRunner:
     def _make_counts(self) -> ForwardCounts:
         with torch.inference_mode(False):  # counts change outside inference mode
             on_device = torch.zeros(2, self.num_rows, 2, dtype=torch.int64, device=self.device)
-        num_layers = len(self.model.layers)
+        num_layers = len(self.windows.window_indices)
         return ForwardCounts(
             bytes_per_token=self.caches.bytes_per_token,
             num_layers=num_layers,
@@ -163,8 +193,10 @@ class ModelRunner:
             shares_prefixes=False,
             host_tokens=0,
             offsets=torch.zeros(self.num_rows, dtype=torch.int64, device=self.device),
+            borrows_states=True,
             draft_runner=None,
             shared_counts=self.counts,
+            shared_states=self.states,
         )
 
     def with_model(self, model: Transformer, executor: Executor | None) -> ModelRunner:
@@ -177,6 +209,7 @@ class ModelRunner:
             backend=copy(self.backend),
             draft_runner=None,
             shared_caches=self.caches,
+            shared_states=self.states,
         )
 
     def with_draft_runner(self, draft_runner: ModelRunner) -> ModelRunner:
@@ -186,6 +219,7 @@ class ModelRunner:
             draft_runner=draft_runner,
             shared_caches=self.caches,
             shared_counts=self.counts,
+            shared_states=self.states,
         )
 
     def with_rows(self, num_rows: int, max_following: int) -> ModelRunner:
@@ -199,6 +233,7 @@ class ModelRunner:
             draft_runner=None if draft is None else draft.with_rows(num_rows, max_following),
             shared_caches=self.caches,
             shared_counts=self.counts,
+            shared_states=self.states,
         )
 
     @property
@@ -259,6 +294,8 @@ class ModelRunner:
     def release(self, row: int, text: CachedText = ()) -> None:
         """Empty a row. What it has computed of `text` stays for others, if they share prefixes."""
         self.caches.release(row, text)
+        if self.states is not None and not self.borrows_states:
+            self.states.forget([row])
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -376,8 +413,10 @@ class ModelRunner:
         see_queries = [observer for observer in forward.observers if observer.needs_queries]
         see_weights = [observer for observer in forward.observers if observer.needs_weights]
 
+        layer_numbers = self.layer_numbers
+
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            index = layer - first
+            index = layer_numbers[layer - first]
             backend = backends[window_indices[index]]
             view = views[window_indices[index]]
             for observer in see_queries:
@@ -392,6 +431,18 @@ class ModelRunner:
         def before_layer(layer: int) -> None:
             if forward.cancellation is not None and forward.cancellation.is_set():
                 raise Cancelled(layer - first)
+
+        state_forward = None
+        if self.states is not None:
+            begins = forward.positions[:, 0]
+            committed = begins - view.seq_lens + view.committed
+            state_forward = self.states.forward(
+                rows.index, begins, committed, view.num_new, view.is_of_prompt
+            )
+
+        def remember(layer: int, tokens: DeltaTokens) -> Tensor:
+            assert state_forward is not None, "the model has such layers"
+            return state_forward.run(layer_numbers[layer - first], tokens)
 
         state_layers = forward.state_layers
         states = dict[int, Tensor]()
@@ -408,6 +459,7 @@ class ModelRunner:
             forward.num_outputs,
             before_layer,
             keep if state_layers else None,
+            remember,
         )
         if state_layers:
             forward.show_states(torch.stack([states[layer] for layer in state_layers]))
@@ -417,6 +469,8 @@ class ModelRunner:
         counts.num_forwards += 1
         counts.num_tokens += num_tokens
         counts.experts_read += self.model.take_experts_read()
+        if self.states is not None:
+            counts.state_bytes += len(rows) * self.states.row_bytes
         if rows.is_captured:
             assert counts.on_device is not None
             reads = forward.views.reads(rows)

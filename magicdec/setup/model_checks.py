@@ -77,8 +77,21 @@ def check_vocabularies(
         )
 
 
+def check_states(where: str, source: ModelSource, why: str) -> None:
+    """Raises ValueError for a model whose layers keep states. `where`: the flags that exclude it,
+    and `why`."""
+    if source.config.mixers:
+        raise ValueError(
+            f"{where}: layers of {source.name} keep states (linear attention), and {why}"
+        )
+
+
 def check_rolling(config: ResolvedConfig, label: str, draft: ModelSource) -> None:
     """Under StreamingLLM a draft's positions are those within its cache (`rolling_runner`)."""
+    if policy_called(config.kv.policy).can_roll:
+        fitting = list_policies(lambda p: not (p.can_roll or p.needs_verification))
+        why = f"its cache does not forget; choose --kv_policy from {fitting}"
+        check_states(f"{label} --kv_policy {config.kv.policy}", draft, why)
     positions = draft.config.positions
     if policy_called(config.kv.policy).can_roll and positions != "rope":
         fitting = list_policies(lambda p: not (p.can_roll or p.needs_verification))

@@ -21,8 +21,10 @@ from magicdec.kv.layer_views import LayerWindows
 from magicdec.kv.view import WEIGHTS_BLOCK, SinksAndWindow
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear.packed import WIDTH
+from magicdec.model.mixers import STATE_BYTES
 from magicdec.names import KV_DTYPES, NARROW, PACKED, STORED
 from magicdec.runner.device_batch import NEWEST
+from magicdec.runner.layer_states import StateShape
 from magicdec.speculation.policies.policy import make_policy
 from magicdec.speculation.rolling_runner import (
     BLOCK_SIZE,
@@ -122,6 +124,20 @@ class ModelPlan:
     forks: Forks | None = None  # rows beside those of the config, which fork their texts
     kept_states: tuple[int, ...] = ()  # `state_layers` of another run, with which it shares prompts
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for what states of layers with linear attention do not allow."""
+        obstacles = {
+            "--prefix_cache: texts that begin alike": self.shares_prefixes,
+            "stages: parts of a model": self.part.layers is not None,
+            "acceptance: forks of a text": self.forks is not None,
+        }
+        refused = next((what for what, applies in obstacles.items() if applies), None)
+        if refused is not None and self.model.mixers:
+            raise ValueError(
+                f"{refused} share no states, which layers of {self.model.name} keep (linear "
+                "attention); leave it out, or choose another model"
+            )
+
     @property
     def shard(self) -> Shard:
         return Shard(self.ranks.index(self.rank), len(self.ranks))
@@ -191,7 +207,8 @@ class ModelPlan:
 
     @property
     def windows(self) -> LayerWindows:
-        return LayerWindows.make([kind.window for kind in self.part_model.kinds], self.tokens)
+        kinds = self.part_model.attention_kinds
+        return LayerWindows.make([kind.window for kind in kinds], self.tokens)
 
     @property
     def window_room(self) -> WindowRoom | None:
@@ -331,7 +348,22 @@ class ModelPlan:
     def kv_bytes(self) -> int:
         pairs = zip(self.storages(), self.windows.num_layers, strict=True)
         tokens_of_layers = sum(storage.num_tokens * count for storage, count in pairs)
-        return tokens_of_layers * self.bytes_per_token // self.part_model.num_layers
+        num_layers = len(self.part_model.attention_kinds)
+        return tokens_of_layers * self.bytes_per_token // num_layers + self.linear_bytes
+
+    @property
+    def most_uncommitted(self) -> int:
+        """The most tokens by which a row goes back in a step, where layers have states."""
+        return rewound_by_step(self.config)
+
+    @property
+    def linear_bytes(self) -> int:
+        """Bytes of the states of layers with linear attention."""
+        mixers = self.part_model.mixers
+        if not mixers:
+            return 0
+        numbers = StateShape.of(mixers, self.shard).row_numbers(self.most_uncommitted)
+        return self.num_rows * len(mixers) * numbers * STATE_BYTES
 
     @property
     def policy_bytes(self) -> int:
@@ -358,7 +390,7 @@ class ModelPlan:
         numbers = texts * policy.state_numbers(blocks, size, group)
         # Forks have the blocks of their texts.
         numbers += (self.num_rows - texts) * policy.state_numbers(0, size, group)
-        return self.part_model.num_layers * (last - first) * numbers * 4
+        return len(self.part_model.attention_kinds) * (last - first) * numbers * 4
 
     @property
     def query_bytes(self) -> int:
@@ -369,7 +401,8 @@ class ModelPlan:
         room = self.config.capacity
         first, last = self.shard.heads(self.model.num_heads, self.model.num_kv_heads)[0]
         tokens = room.rows * min(make_policy(self.config.kv).observed_tokens, room.prompt_len)
-        numbers = self.part_model.num_layers * (last - first) * self.model.cached_head_dim
+        num_layers = len(self.part_model.attention_kinds)
+        numbers = num_layers * (last - first) * self.model.cached_head_dim
         return tokens * numbers * DTYPE_BYTES[self.config.model.dtype]
 
     @property

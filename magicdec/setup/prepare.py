@@ -203,6 +203,7 @@ def traits_of(model: ModelConfig) -> ModelTraits:
         sliding_window=model.narrowest_window,
         has_sinks=model.sink_logits,
         layer_obstacle=layer_obstacle(model),
+        has_states=bool(model.mixers),
     )
 
 

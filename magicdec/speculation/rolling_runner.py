@@ -27,6 +27,7 @@ from magicdec.kv.prefix_cache import CachedText
 from magicdec.kv.view import SinksAndWindow, Visible
 from magicdec.model.elementwise.operators import apply_rope
 from magicdec.runner.device_batch import NEWEST
+from magicdec.runner.layer_states import LayerStates
 from magicdec.runner.model_runner import ModelRunner
 
 BLOCK_SIZE = 64  # tokens: evicting is rare, and little is held past the window
@@ -45,14 +46,18 @@ class RollingRunner(ModelRunner):
     chunk: int = 1
 
     def __post_init__(
-        self, shared_caches: LayerCaches | None, shared_counts: ForwardCounts | None
+        self,
+        shared_caches: LayerCaches | None,
+        shared_counts: ForwardCounts | None,
+        shared_states: LayerStates | None,
     ) -> None:
         assert self.max_tail > 0
         assert self.model.config.positions == "rope", "other positions cannot be turned"
         self.rule = cast("SinksAndWindow", self.policy)
         self.num_sinks = self.rule.num_sink_tokens
         self.budget = self.rule.budget
-        super().__post_init__(shared_caches, shared_counts)
+        super().__post_init__(shared_caches, shared_counts, shared_states)
+        assert self.states is None, "states do not forget single tokens"
         self.settled = [0] * self.num_rows  # committed tokens at which each row's window ends
         self.evicted = [0] * self.num_rows  # blocks before this one are freed, except the sinks'
         # The keys of the sinks of each cache as they were written, [rows, layers, G, sinks, D].

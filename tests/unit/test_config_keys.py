@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import transformers
+from tiny_families import HYBRIDS
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from magicdec.model.config import ModelConfig
@@ -101,7 +102,7 @@ def was_read(architecture: str, raw: dict[str, Any]) -> frozenset[str]:
 
 
 def test_every_architecture_is_walked() -> None:
-    assert set(WALKED) == set(ARCHITECTURES) - BAICHUAN
+    assert set(WALKED) == set(ARCHITECTURES) - BAICHUAN - HYBRIDS  # test_planned_models.py has them
 
 
 @pytest.mark.parametrize("architecture", WALKED)

@@ -1,5 +1,6 @@
-"""Models that only `magicdec plan` knows: parameters and states are those of transformers, what a
-forward reads is counted by hand, and that everything that computes refuses them."""
+"""Models that only `magicdec plan` knows, and those with linear attention: parameters and states
+are those of transformers, what a forward reads is counted by hand, and that everything that
+computes refuses what only the plan knows."""
 
 import dataclasses
 import json
@@ -21,7 +22,8 @@ from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.config_keys import FIXED, is_irrelevant
 from magicdec.model.families.hf_config import parse_hf_config
-from magicdec.model.families.planned import FREE, IMAGE_ROPE, NEXT_TOKENS
+from magicdec.model.families.hybrids import FREE_OF_MIXTURES, IMAGE_ROPE
+from magicdec.model.families.planned import FREE, NEXT_TOKENS
 from magicdec.model.presets.presets import PRESETS
 from magicdec.names import PLANNED
 
@@ -70,6 +72,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"sliding_window": 16, "hidden_size_per_layer_input": 0},
     ),
 }
+COMPUTED = "Qwen3_5ForCausalLM"
 H = Hardware(1e12, 1e15)
 
 
@@ -94,7 +97,7 @@ def parse(raw: dict[str, Any]) -> ModelConfig:
 
 def test_every_planned_family_is_tested() -> None:
     text_models = {name for name in PLANNED if not name.endswith("ForConditionalGeneration")}
-    assert set(MODELS) == text_models
+    assert set(MODELS) == text_models | {COMPUTED}
 
 
 @pytest.mark.parametrize("architecture", MODELS)
@@ -244,7 +247,7 @@ def test_what_computes_refuses_a_model_that_only_the_plan_knows(
     monkeypatch.chdir(tmp_path)
     directory = tmp_path / "qwen"
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(saved("Qwen3_5ForCausalLM")))
+    (directory / "config.json").write_text(json.dumps(saved("Qwen3_5MoeForCausalLM")))
     names = [str(directory)] + ["random:deepseek-v3"] * (not way.startswith("model"))
     for name, named in zip(names, ("layer_types linear_attention", "kv_lora_rank"), strict=False):
         code, out, err = command(*way.format(name).split())
@@ -254,7 +257,7 @@ def test_what_computes_refuses_a_model_that_only_the_plan_knows(
         assert f"`magicdec plan --model {plain}` predicts" in err
 
 
-@pytest.mark.parametrize("name", ["qwen3.5-27b", "deepseek-v3", "gemma-4-31b"])
+@pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "deepseek-v3", "gemma-4-31b"])
 def test_the_plan_says_that_a_run_would_refuse(
     name: str, command: Callable[..., tuple[int, str, str]]
 ) -> None:
@@ -300,6 +303,7 @@ def test_another_value_is_counted_or_refused(architecture: str) -> None:
     raw = saved(architecture)
     base = parse(raw)
     ignored = {field for fields in FREE.values() for field in fields} | STATED_ELSEWHERE
+    ignored |= set(FREE_OF_MIXTURES)
     changed = 0
     for field in (f.name for f in dataclasses.fields(config_of(architecture))):
         if is_irrelevant(field) or field in ignored | set(NEXT_TOKENS):

@@ -119,17 +119,33 @@ class WiderTexts:
             len(rows),
             longest,
             kv_dtype=self.source.kv_dtype,
+            most_uncommitted=self.source.most_uncommitted,
         )
+        numbers = self.attention_numbers(model)
         for place, (row, length) in enumerate(zip(rows, prompt_lens, strict=True)):
             runner.allocate(place)
-            for layer in range(len(model.layers)):
-                self._copy(runner, layer, place, row, length)
+            for layer, index in enumerate(numbers):
+                self._copy(runner, layer, index, place, row, length)
             runner.cache.advance([place], length)
+        if runner.states is not None:
+            assert self.source.states is not None, "it is the same model"
+            source = upload(list(rows), self.source.device)
+            places = torch.arange(len(rows), device=self.source.device)
+            runner.states.copy_prompts(places, self.source.states, source)
         return runner
 
-    def _copy(self, runner: ModelRunner, layer: int, place: int, row: int, length: int) -> None:
+    def attention_numbers(self, model: Transformer) -> list[int]:
+        """Of each layer with attention of a part of the source's model, its number there."""
+        kinds = self.source.model.part_config.kinds
+        first = model.layers.start - self.source.model.layers.start
+        numbers = self.source.layer_numbers[first : first + len(model.layers)]
+        part_kinds = kinds[first : first + len(model.layers)]
+        return [n for n, kind in zip(numbers, part_kinds, strict=True) if kind.mixer is None]
+
+    def _copy(
+        self, runner: ModelRunner, layer: int, index: int, place: int, row: int, length: int
+    ) -> None:
         device = self.source.device
-        index = runner.model.layers[layer] - self.source.model.layers.start
         cache, _ = self.source.caches.cache_of(index)
         source = upload([row], device)
         target = upload([place], device)

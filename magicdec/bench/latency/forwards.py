@@ -280,6 +280,8 @@ def fill(runner: ModelRunner, context: int) -> Batch:
     for row, tokens in zip(rows, ids, strict=True):
         requests.append(Request(row, tuple(tokens[:-1]), GREEDY, tokens[-1:], row=row))
     cache.advance(rows, context)
+    if runner.states is not None:
+        runner.states.assume(rows, context)
     return Batch(tuple(requests))
 
 
@@ -376,6 +378,11 @@ def prefill_forward(runner: ModelRunner, batch: Batch, T: int, context: int) -> 
     ids = new_ids(runner, T)[:1]
     rows = batch.rows[:1]
 
+    def prepare() -> None:
+        runner.truncate(rows, [context - T])
+        if runner.states is not None:
+            runner.states.assume(rows, context - T)
+
     def run() -> Tensor:
         part = ForwardBatch(ids, rows, num_outputs=0, is_of_prompt=True)
         return runner.forward(part)
@@ -386,7 +393,7 @@ def prefill_forward(runner: ModelRunner, batch: Batch, T: int, context: int) -> 
         run,
         lambda: None,  # the row has `context` tokens again
         sampling_of(batch, runner),
-        prepare=lambda: runner.truncate(rows, [context - T]),
+        prepare=prepare,
         is_of_target=True,
     )
 

@@ -124,15 +124,17 @@ def choose_graphs(
     backends: Sequence[str],
     is_staged: bool = False,
     pa: float | None = None,
+    has_states: bool = False,
 ) -> Choice:
-    """Whether CUDA graphs are on, for the target's and a draft's `backends`. Raises ValueError for
-    impossible ones."""
+    """Whether CUDA graphs are on, for the target's and a draft's `backends`. `has_states`: a model
+    has layers with linear attention. Raises ValueError for impossible ones."""
     unfit = next((name for name in backends if not capabilities_of(name).can_be_recorded), None)
     obstacles = {
         f"--device {device} has none": device != "cuda",
         f"--attention {unfit} needs lengths on the host": unfit is not None,
         f"the host decides in each draft whether --pa {pa} stops it": bool(pa),
         "the steps of a pipeline are not captured": is_staged,
+        "the host decides from where states of linear attention go on": has_states,
     }
     obstacle = first_obstacle(obstacles)
     if value != "auto":

@@ -46,6 +46,8 @@ class RandomWeights(WeightSource):
         rows, *columns = (slice(*part.indices(size)) for size, part in parts)
         if NORM.search(name):
             return torch.ones(rows.stop - rows.start, device=self.device)
+        if len(columns) == 2:  # of a convolution, a matrix with a dimension of one
+            return self._read(name, (shape[0], shape[2]), rows, columns[1]).unsqueeze(1)
         if not columns:  # a vector is a matrix of one row
             return self._read(name, (1, *shape), slice(0, 1), rows)[0]
         return self._read(name, shape, rows, columns[0])

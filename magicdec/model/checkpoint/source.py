@@ -118,7 +118,8 @@ def _problems(
         if not stored.dtype.startswith(("float", "bfloat")):
             mistyped[name] = f"is stored as {stored.dtype}, expected floating-point"
     for name, stored in source.tensors.items():
-        if name in expected or name == tied_head or name.endswith(family.buffers):
+        is_known = name in expected or name == tied_head or name.endswith(family.buffers)
+        if is_known or name.startswith(family.other_parts):
             continue
         if _is_bias(name, expected) and not source.read(name).any():
             continue

@@ -12,6 +12,7 @@ from pathlib import Path, PurePath
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.config import ROUTER, SHARED_GATE, LayerKind, ModelConfig
 from magicdec.model.families.family import Names, find_family
+from magicdec.model.mixers import LinearAttention
 from magicdec.output.files import load_json
 
 NO_MATRIX = re.compile(rf"embedding|\.({ROUTER}|{SHARED_GATE})\.")  # parameters of two dimensions
@@ -176,7 +177,25 @@ class _Table:
         c = self.config
         n = self.names
         self.norm(f"{ours}.attention_norm", theirs + n.attention_norm)
-        inputs = num_inputs * c.hidden_size
+        if isinstance(kind.mixer, LinearAttention):
+            self._linear_attention(f"{ours}.attention", theirs + n.linear, kind.mixer)
+        else:
+            self._attention(ours, theirs, num_inputs * c.hidden_size)
+        if c.residual != "parallel_shared_norm":
+            self.norm(f"{ours}.mlp_norm", theirs + n.mlp_norm)
+        if c.post_norms:
+            self.norm(f"{ours}.post_attention_norm", theirs + n.post_attention_norm)
+            self.norm(f"{ours}.post_mlp_norm", theirs + n.post_mlp_norm)
+        if c.experts is not None and not kind.has_mlp:
+            self._experts(f"{ours}.mlp", theirs)
+            return
+        up = [theirs + name for name in n.gate_up]
+        names = f"{ours}.mlp.gate_up", f"{ours}.mlp.down"
+        self.mlp(*names, up, theirs + n.down, c.intermediate_size, c.mlp_bias)
+
+    def _attention(self, ours: str, theirs: str, inputs: int) -> None:
+        c = self.config
+        n = self.names
         self.column_parallel(f"{ours}.attention.qkv", self._qkv(theirs), c.qkv_bias, inputs=inputs)
         if c.qk_norm:
             for name in (n.q_norm, n.k_norm):
@@ -193,17 +212,31 @@ class _Table:
             c.num_heads * c.head_dim,
             c.output_bias,
         )
-        if c.residual != "parallel_shared_norm":
-            self.norm(f"{ours}.mlp_norm", theirs + n.mlp_norm)
-        if c.post_norms:
-            self.norm(f"{ours}.post_attention_norm", theirs + n.post_attention_norm)
-            self.norm(f"{ours}.post_mlp_norm", theirs + n.post_mlp_norm)
-        if c.experts is not None and not kind.has_mlp:
-            self._experts(f"{ours}.mlp", theirs)
-            return
-        up = [theirs + name for name in n.gate_up]
-        names = f"{ours}.mlp.gate_up", f"{ours}.mlp.down"
-        self.mlp(*names, up, theirs + n.down, c.intermediate_size, c.mlp_bias)
+
+    def _linear_attention(self, ours: str, theirs: str, mixer: LinearAttention) -> None:
+        """Qwen3.5's tensors: q, k and v in one, the output's gate, and what rates are made of."""
+        (first, last), keys = self.shard.heads(mixer.num_value_heads, mixer.num_key_heads)
+        values = (first, last)
+        key_rows = scale(keys, mixer.key_dim)
+        value_rows = scale(values, mixer.value_dim)
+        num_keys = mixer.num_key_heads * mixer.key_dim
+        num_values = mixer.num_value_heads * mixer.value_dim
+        channels = [key_rows, shifted(key_rows, num_keys), shifted(value_rows, 2 * num_keys)]
+        num_channels = 2 * num_keys + num_values
+        parts = [(f"{theirs}in_proj_qkv", rows, num_channels) for rows in channels]
+        parts.append((f"{theirs}in_proj_z", value_rows, num_values))
+        for name in ("in_proj_b", "in_proj_a"):
+            parts.append((f"{theirs}{name}", values, mixer.num_value_heads))
+        self.column_parallel(f"{ours}.inputs", parts, False)
+        self.pieces[f"{ours}.convolution"] = [
+            Piece(f"{theirs}conv1d.weight", rows, None, (num_channels, 1, mixer.kernel))
+            for rows in channels
+        ]
+        for parameter, name in (("step_bias", "dt_bias"), ("log_decay", "A_log")):
+            piece = Piece(theirs + name, values, None, (mixer.num_value_heads,))
+            self.pieces[f"{ours}.{parameter}"] = [piece]
+        self.vector(f"{ours}.norm", f"{theirs}norm.weight", mixer.value_dim)
+        self.row_parallel(f"{ours}.output", f"{theirs}out_proj", value_rows, num_values, False)
 
     def mlp(
         self, gate_up: str, down: str, up_names: list[str], down_name: str, width: int, bias: bool
@@ -294,6 +327,8 @@ class _Table:
         sizes = [c.num_heads * c.head_dim, *[c.num_kv_heads * c.head_dim] * 2]
         keys = scale(self.kv_heads, c.head_dim)
         spans = [scale(self.query_heads, c.head_dim), keys, keys]
+        if c.gated_attention:
+            return self._gated_qkv(prefix, keys)
         if n.packing == "separate":
             parts = zip(n.qkv, spans, sizes, strict=True)
             return [(prefix + name, span, size) for name, span, size in parts]
@@ -306,6 +341,18 @@ class _Table:
             ]
         rows = grouped_rows(c, self.query_heads, self.kv_heads)
         return [(name, span, full) for span in rows]
+
+    def _gated_qkv(self, prefix: str, keys: IndexRange) -> list[WeightPart]:
+        """The rows of q, k, v and the gates, of which the first tensor has, head by head, a query
+        and a gate."""
+        c = self.config
+        q, k, v = (prefix + name for name in self.names.qkv)
+        num_rows = 2 * c.num_heads * c.head_dim
+        starts = [2 * head * c.head_dim for head in range(*self.query_heads)]
+        queries = [(q, (start, start + c.head_dim), num_rows) for start in starts]
+        gates = [(q, shifted(rows, c.head_dim), num_rows) for _, rows, _ in queries]
+        num_keys = c.num_kv_heads * c.head_dim
+        return [*queries, (k, keys, num_keys), (v, keys, num_keys), *gates]
 
 
 def grouped_rows(config: ModelConfig, queries: IndexRange, keys: IndexRange) -> list[IndexRange]:
@@ -326,3 +373,7 @@ def grouped_rows(config: ModelConfig, queries: IndexRange, keys: IndexRange) -> 
 
 def scale(span: IndexRange, by: int) -> IndexRange:
     return span[0] * by, span[1] * by
+
+
+def shifted(span: IndexRange, by: int) -> IndexRange:
+    return span[0] + by, span[1] + by

@@ -19,7 +19,8 @@ PACKINGS = ("separate", "stacked", "grouped")
 class Names:
     """Checkpoint names without ".weight" and ".bias", Llama's by default. Names from
     `attention_norm` on are appended to `layer`, whose "{}" is the layer's number, and those of an
-    expert to `expert`, whose "{}" is its own, or to `shared_expert`.
+    expert to `expert`, whose "{}" is its own, or to `shared_expert`; those of linear attention
+    follow `linear`.
 
     `packing`: q, k and v are three tensors (separate), one with all rows of q, then k, then v
     (stacked), or one by KV head (grouped). `transposed`: layers' matrices are [in, out].
@@ -51,6 +52,7 @@ class Names:
     stacked_experts: bool = False
     post_attention_norm: str = ""
     post_mlp_norm: str = ""
+    linear: str = "linear_attn."
     transposed: bool = False
     norm_offset: float = 0.0
 
@@ -68,7 +70,8 @@ class Family:
 
     `model_type`: as in its configs. `has_head_bias`: also with a tied head. `body`: the prefix
     missing in a checkpoint without head. `buffers`: name endings of old tensors that are no
-    parameters."""
+    parameters. `other_parts`: beginnings of the names of tensors that are other parts of a
+    checkpoint, such as what sees images."""
 
     model_type: str
     read: Callable[[ConfigFields], dict[str, Any]]
@@ -76,6 +79,7 @@ class Family:
     body: str = ""
     buffers: tuple[str, ...] = (".rotary_emb.inv_freq",)
     has_head_bias: bool = False
+    other_parts: tuple[str, ...] = ()
 
 
 def find_family(architecture: str) -> Family:

@@ -88,7 +88,7 @@ def parse_hf_config(
         return read_head(raw, name)
     architecture = (raw.get("architectures") or ["unknown"])[0]
     family = find_family(architecture)
-    raw = text_fields(raw) if architecture in PLANNED else raw
+    raw = text_fields(raw) if architecture in PLANNED or family.other_parts else raw
     read = ConfigFields(raw)
     check_quantization(read)
     only(read, "model_type", family.model_type)
@@ -107,7 +107,7 @@ def parse_hf_config(
 
 
 def text_fields(raw: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the text model, which is all that is planned of one that also sees."""
+    """The fields of the text model, which is all that is read of one that also sees."""
     inner = raw.get(TEXT)
     if inner is None:
         return raw

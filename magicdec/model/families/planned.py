@@ -1,6 +1,6 @@
-"""Families whose layers nothing here computes, and whose configs `magicdec plan` reads: Qwen3-Next,
-Qwen3.5 and 3.6 (linear attention), DeepSeek-V3 (latents) and V4 (compressed caches), and Gemma 4
-(global layers with other heads). Imports no torch.
+"""Families whose layers nothing here computes, and whose configs `magicdec plan` reads: DeepSeek-V3
+(latents) and V4 (compressed caches), and Gemma 4 (global layers with other heads). Mixtures with
+linear attention are in `hybrids.py`. Imports no torch.
 
 A field that changes what a forward costs is read, or has one supported value; one that changes only
 what it computes, such as how a router scores, is in `FREE`, since nothing here computes it.
@@ -9,10 +9,9 @@ what it computes, such as how a router scores, is in `FREE`, since nothing here 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from magicdec.model.config import ExpertsConfig, LayerKind, RopeConfig
+from magicdec.model.config import ExpertsConfig, LayerKind
 from magicdec.model.families.config_keys import FOREIGN
 from magicdec.model.families.family import Family
 from magicdec.model.families.fields import (
@@ -24,19 +23,16 @@ from magicdec.model.families.fields import (
     switch,
 )
 from magicdec.model.families.gpt_oss import MXFP4_BYTES
-from magicdec.model.families.rope_fields import rope, rope_table
+from magicdec.model.families.rope_fields import rope
 from magicdec.model.families.windows import FULL, SLIDING
 from magicdec.model.mixers import (
     CompressedAttention,
     LatentAttention,
-    LinearAttention,
     OtherAttention,
 )
 
-LINEAR = "linear_attention"
 # What changes how an output is computed, and not which bytes are read nor how much is computed.
 FREE = {
-    "qwen": ("norm_topk_prob", "output_gate_type", "mamba_ssm_dtype", "mlp_only_layers"),
     "deepseek": (
         "routed_scaling_factor",
         "n_group",
@@ -77,8 +73,6 @@ NEXT_TOKENS = (
     "num_nextn_predict_layers",
     "num_mtp_layers",
 )
-# Of a rotary embedding with places in images, which for text are the places in the text.
-IMAGE_ROPE = ("mrope_section", "mrope_interleaved")
 SCALE_BYTES = 4  # of a block of FP8 weights
 SMALL_SCALE = "ue8m0"  # the format of scales that have one byte
 # The settings of such weights. Others, as of a mixture with NVFP4, may say that they are narrower.
@@ -125,87 +119,12 @@ def types_of_layers(
     return [str(name) for name in stated]
 
 
-def partial_rope(raw: ConfigFields, head_dim: int, share: float) -> RopeConfig:
-    """The rotary embedding of a share of a head's dimensions."""
-    table = dict(rope_table(raw))
-    for field in IMAGE_ROPE:
-        table.pop(field, None)
-    stated = [raw.get("partial_rotary_factor"), table.pop("partial_rotary_factor", None)]
-    shares = {float(share_of_layer) for share_of_layer in stated if share_of_layer is not None} or {
-        share
-    }
-    if len(shares) > 1:
-        raise ValueError(f"partial_rotary_factor is stated twice: {sorted(shares)}")
-    base = {"rope_theta": raw.get("rope_theta"), "rope_parameters": table}
-    base["max_position_embeddings"] = size(raw, "max_position_embeddings")
-    return replace(rope(ConfigFields(base)), rotary_dim=int(shares.pop() * head_dim))
-
-
 def uncounted_quantization(raw: ConfigFields) -> None:
     if raw.get(FOREIGN):
         raise ValueError(
             f"{FOREIGN} {shown(raw[FOREIGN])}: the bytes of these weights are not counted; name "
             "the checkpoint in bfloat16, and --target_dtype int8 if it shall be narrower"
         )
-
-
-def read_qwen(raw: ConfigFields) -> dict[str, Any]:
-    """Qwen3.5: three layers of linear attention, then one of gated attention."""
-    uncounted_quantization(raw)
-    free(raw, "qwen")
-    only(raw, "hidden_act", "silu")
-    only(raw, "attn_output_gate", True)
-    fields = common(raw)
-    types = types_of_layers(
-        raw, (LINEAR, FULL), size(raw, "full_attention_interval", default=4), LINEAR
-    )
-    head_dim = size(raw, "head_dim", default=256)
-    num_kv_heads = size(raw, "num_key_value_heads", default=4)
-    linear = LinearAttention(
-        size(raw, "linear_num_key_heads", default=16),
-        size(raw, "linear_num_value_heads", default=32),
-        size(raw, "linear_key_head_dim", default=128),
-        size(raw, "linear_value_head_dim", default=128),
-        size(raw, "linear_conv_kernel_dim", default=4),
-    )
-    if linear.num_value_heads % linear.num_key_heads:
-        raise ValueError(
-            f"linear_num_value_heads {linear.num_value_heads} is not a multiple of "
-            f"linear_num_key_heads {linear.num_key_heads}"
-        )
-    full = OtherAttention(fields["num_heads"], num_kv_heads, head_dim, is_gated=True)
-    mixer_of = {LINEAR: linear, FULL: full}
-    return fields | {
-        "intermediate_size": size(raw, "intermediate_size", default=1),
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "rope": partial_rope(raw, head_dim, share=0.25),
-        "layer_kinds": tuple(LayerKind(mixer=mixer_of[kind]) for kind in types),
-        "planned_only": f"layer_types {LINEAR}" if LINEAR in types else "attn_output_gate",
-    }
-
-
-def read_qwen_dense(raw: ConfigFields) -> dict[str, Any]:
-    return read_qwen(raw) | {"intermediate_size": size(raw, "intermediate_size", default=12288)}
-
-
-def read_qwen_mixture(raw: ConfigFields) -> dict[str, Any]:
-    """Every layer has experts, and an MLP for all tokens with a gate of its own."""
-    only(raw, "decoder_sparse_step", 1)
-    if raw.get("mlp_only_layers"):
-        raise ValueError(
-            f"mlp_only_layers {shown(raw['mlp_only_layers'])} is not counted; choose []"
-        )
-    experts = ExpertsConfig(
-        size(raw, "num_experts", "num_local_experts"),
-        size(raw, "num_experts_per_tok"),
-        size(raw, "moe_intermediate_size"),
-        shared_width=size(raw, "shared_expert_intermediate_size"),
-        has_shared_gate=True,
-    )
-    fields = read_qwen(raw)
-    named = f"{fields['planned_only']} and shared_expert_intermediate_size"
-    return fields | {"experts": experts, "planned_only": named}
 
 
 def read_deepseek(raw: ConfigFields) -> dict[str, Any]:
@@ -374,9 +293,6 @@ def size_or_zero(raw: ConfigFields, field: str, default: int) -> int:
     return 0 if raw.get(field, default) == 0 else size(raw, field, default=default)
 
 
-QWEN3_NEXT = Family("qwen3_next", read_qwen_mixture)
-QWEN3_5 = Family("qwen3_5_text", read_qwen_dense)
-QWEN3_5_MOE = Family("qwen3_5_moe_text", read_qwen_mixture)
 DEEPSEEK_V3 = Family("deepseek_v3", read_deepseek)
 DEEPSEEK_V4 = Family("deepseek_v4", read_deepseek_v4)
 GEMMA4 = Family("gemma4_text", read_gemma4)

@@ -167,7 +167,7 @@ def describe_cache(cache: KVCache) -> CacheFields:
 
 
 def describe_layer(block: Block, query_scale: float, sinks: Tensor | None) -> LayerFields:
-    attention = block.attention
+    attention = block.self_attention
     mlp = block.mlp
     mlp_norm = block.mlp_norm
     norms = (
@@ -255,6 +255,8 @@ def layer_obstacle(config: ModelConfig) -> str | None:
         "an MLP without a gate": not config.gated_mlp,
         f"{config.activation} activations": config.activation not in ("silu", "gelu_tanh"),
         "a norm after the embedding": config.embedding_norm,
+        "linear attention": bool(config.mixers),
+        "gates of attention": config.gated_attention,
         f"hidden size {config.hidden_size}, which is odd": config.hidden_size % 2 == 1,
     }
     return next((part for part, applies in obstacles.items() if applies), None)

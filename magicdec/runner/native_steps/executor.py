@@ -117,7 +117,7 @@ class Executor:
         self.keys_read = 0
         self.experts_read = 0
         blocks = [block for block in model.blocks if isinstance(block, Block)]
-        attention = blocks[0].attention
+        attention = blocks[0].self_attention
         self.num_heads = attention.num_heads
         self.num_kv_heads = attention.num_kv_heads
         self.dtype = blocks[0].attention_norm.weight.dtype

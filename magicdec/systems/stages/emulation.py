@@ -31,6 +31,7 @@ from magicdec.model.block import Attend
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.config import ModelConfig
 from magicdec.model.elementwise.operators import Elementwise
+from magicdec.model.gated_delta import Remember
 from magicdec.model.linear.packed import Reduce
 from magicdec.model.transformer import BeforeLayer, KeepState, Transformer
 from magicdec.output.console import Progress
@@ -108,6 +109,7 @@ class SleepingModel(Transformer):
         num_outputs: int | None = None,
         before_layer: BeforeLayer = lambda layer: None,
         keep: KeepState | None = None,
+        remember: Remember | None = None,
     ) -> Tensor:
         self.emulated.begin(self.seconds)
         for layer in self.layers:

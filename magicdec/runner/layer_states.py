@@ -1,0 +1,266 @@
+"""LayerStates: the states of layers with linear attention, which go back as caches do.
+
+A row's state after its first `base` tokens is kept whole, and of each token after it what it wrote:
+a key, a correction and a decay, some 190 times less than a state. So a row has its state after any
+of these tokens: truncating it costs nothing, and the next forward starts from what the tokens wrote
+that are left. `base` moves to what is committed when a forward begins, and far enough that at most
+`most_new` tokens follow it. All of this is kept once more as it was at the end of the prompt, from
+where another pass may start again.
+
+Shapes: L layers with a state, B rows, T new tokens, H value heads and G key heads on this rank, D
+and E the sizes of a key and of a value, C channels of the convolution before, K its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.gated_delta import DeltaTokens, convolve, recur, recur_in_chunks, write
+from magicdec.model.mixers import LinearAttention, Mixer
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """The sizes of a layer's state on this rank."""
+
+    num_keys: int
+    num_values: int
+    key_dim: int
+    value_dim: int
+    length: int  # of the convolution, in tokens
+
+    @classmethod
+    def of(cls, mixers: Sequence[Mixer], shard: Shard) -> StateShape:
+        """That of layers with linear attention, which are all alike, on a rank."""
+        mixer = mixers[0]
+        assert isinstance(mixer, LinearAttention) and set(mixers) == {mixer}, "all alike"
+        values, keys = shard.heads(mixer.num_value_heads, mixer.num_key_heads)
+        return cls(
+            num_keys=keys[1] - keys[0],
+            num_values=values[1] - values[0],
+            key_dim=mixer.key_dim,
+            value_dim=mixer.value_dim,
+            length=mixer.kernel,
+        )
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.num_keys * self.key_dim + self.num_values * self.value_dim
+
+    def num_slots(self, most_new: int) -> int:
+        """The newest tokens of a row whose channels, keys and corrections are kept."""
+        return most_new + self.length - 1
+
+    def row_numbers(self, most_new: int) -> int:
+        """Numbers of a row of a layer, now and as at the end of the prompt."""
+        written = self.num_keys * self.key_dim + self.num_values * (self.value_dim + 1)
+        state = self.num_values * self.key_dim * self.value_dim
+        return 2 * (state + self.num_slots(most_new) * (self.channels + written))
+
+
+@dataclass(frozen=True)
+class RowStates:
+    """What is kept of rows: `states` [L, rows, H, D, E] after `base` [rows] tokens, and of the
+    newest tokens, by position, `channels` [L, rows, slots, C], `keys` [.., G, D], `corrections`
+    [.., H, E] and `decays` [.., H]."""
+
+    base: Tensor
+    states: Tensor
+    channels: Tensor
+    keys: Tensor
+    corrections: Tensor
+    decays: Tensor
+
+    @classmethod
+    def zeros(
+        cls,
+        shape: StateShape,
+        num_layers: int,
+        num_rows: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> RowStates:
+        def zeros(*sizes: int) -> Tensor:
+            return torch.zeros(num_layers, num_rows, *sizes, dtype=dtype, device=device)
+
+        s = shape
+        return cls(
+            base=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            states=zeros(s.num_values, s.key_dim, s.value_dim),
+            channels=zeros(num_slots, s.channels),
+            keys=zeros(num_slots, s.num_keys, s.key_dim),
+            corrections=zeros(num_slots, s.num_values, s.value_dim),
+            decays=zeros(num_slots, s.num_values),
+        )
+
+    @property
+    def by_layer(self) -> tuple[Tensor, ...]:
+        return self.states, self.channels, self.keys, self.corrections, self.decays
+
+    def copy_rows(self, rows: Tensor, other: RowStates, source: Tensor) -> None:
+        """Take what `other` has of its rows `source` [B] for `rows` [B]."""
+        self.base[rows] = other.base[source]
+        for own, others in zip(self.by_layer, other.by_layer, strict=True):
+            own[:, rows] = others[:, source].to(own.dtype)
+
+
+class LayerStates:
+    """Of `num_rows` rows. `most_new`: the most tokens of a row after those that are committed."""
+
+    def __init__(
+        self,
+        shape: StateShape,
+        num_layers: int,
+        num_rows: int,
+        most_new: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.shape = shape
+        self.most_new = most_new
+        self.num_slots = shape.num_slots(most_new)
+        self.device = device
+        place = shape, num_layers, num_rows, self.num_slots, dtype, device
+        self.now = RowStates.zeros(*place)
+        self.kept = RowStates.zeros(*place)  # at the ends of prompts
+        self.kept_lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row's state in all layers, which a forward reads."""
+        state = self.now.states[:, 0]
+        return state.numel() * state.element_size()
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Begin these rows anew."""
+        index = torch.tensor(list(rows), device=self.device)
+        self.kept_lengths[index] = 0
+        self._begin(index)
+
+    def _begin(self, rows: Tensor) -> None:
+        self.now.base[rows] = 0
+        self.now.states[:, rows] = 0
+
+    def assume(self, rows: Sequence[int], length: int) -> None:
+        """Take the states as those after `length` tokens, for measurements."""
+        self.now.base[torch.tensor(list(rows), device=self.device)] = length
+
+    def copy_prompts(self, rows: Tensor, other: LayerStates, source: Tensor) -> None:
+        """Begin `rows` [B] with what `other` has of the prompts in its rows `source` [B]."""
+        assert self.num_slots == other.num_slots, "of the same positions"
+        self.now.copy_rows(rows, other.kept, source)
+
+    def forward(
+        self, rows: Tensor, first: Tensor, committed: Tensor, num_new: int, is_of_prompt: bool
+    ) -> StateForward:
+        """A forward of `num_new` tokens after the `first` [B] of rows [B], of which `committed` [B]
+        stay."""
+        is_back = first < self.now.base[rows]
+        if is_back.any():
+            self._go_back(rows[is_back], first[is_back])
+        base = self.now.base[rows]
+        end = first + num_new
+        moved = torch.maximum(torch.maximum(base, committed), end - self.most_new)
+        is_room = (end - self.most_new <= committed) | (first == committed)
+        assert bool(is_room.all()), "no more drafts than there is room for"
+        self.now.base[rows] = moved
+        if is_of_prompt:
+            self.kept_lengths[rows] = end
+            self.kept.base[rows] = moved
+        return StateForward(self, rows, base, first, moved, num_new, is_of_prompt)
+
+    def _go_back(self, rows: Tensor, first: Tensor) -> None:
+        """Start again at the ends of prompts, or anew."""
+        is_begin = first == 0
+        self._begin(rows[is_begin])
+        again = rows[~is_begin]
+        self.now.copy_rows(again, self.kept, again)
+        kept = self.now.base[again] <= first[~is_begin]
+        assert bool((kept & (first[~is_begin] <= self.kept_lengths[again])).all()), (
+            f"rows {rows.tolist()} went back to {first.tolist()} tokens, and were kept from "
+            f"{self.kept.base[rows].tolist()} to {self.kept_lengths[rows].tolist()}"
+        )
+
+
+class StateForward:
+    """The states in one forward: `run` is called for each layer in turn."""
+
+    def __init__(
+        self,
+        states: LayerStates,
+        rows: Tensor,
+        base: Tensor,
+        first: Tensor,
+        moved: Tensor,
+        num_new: int,
+        is_of_prompt: bool,
+    ) -> None:
+        self.states = states
+        self.rows = rows
+        self.base = base
+        self.first = first
+        self.moved = moved
+        self.is_of_prompt = is_of_prompt
+        self.num_written = int((first - base).max())
+        # Tokens before the newest ones can never go back.
+        self.num_final = max(0, num_new - states.most_new)
+        back = torch.arange(1 - states.shape.length, 0, device=rows.device)
+        self.slots_before = (first[:, None] + back) % states.num_slots
+        self.is_before = (first[:, None] + back >= 0).unsqueeze(-1)
+        newest = torch.arange(max(0, num_new - states.num_slots), num_new, device=rows.device)
+        self.num_shown = len(newest)
+        self.slots_shown = (first[:, None] + newest) % states.num_slots
+        written = torch.arange(self.num_final, num_new, device=rows.device)
+        self.slots_written = (first[:, None] + written) % states.num_slots
+
+    def run(self, layer: int, tokens: DeltaTokens) -> Tensor:
+        """The outputs [B, T, H, E] of a layer, by its number among those with a state."""
+        now = self.states.now
+        rows = self.rows[:, None]
+        before = now.channels[layer, rows, self.slots_before] * self.is_before
+        q, k, v = convolve(tokens, before)
+        state, moved = self._start(layer)
+        outputs = []
+        if self.num_final:
+            final = slice(0, self.num_final)
+            out, state = recur_in_chunks(
+                state, q[:, final], k[:, final], v[:, final], tokens.part(final)
+            )
+            outputs.append(out)
+            moved = state
+        rest = slice(self.num_final, None)
+        out, written = recur(state, q[:, rest], k[:, rest], v[:, rest], tokens.part(rest))
+        outputs.append(out)
+        now.states[layer, self.rows] = moved
+        shown = tokens.channels[:, tokens.channels.shape[1] - self.num_shown :]
+        now.channels[layer, rows, self.slots_shown] = shown
+        now.keys[layer, rows, self.slots_written] = written.keys
+        now.corrections[layer, rows, self.slots_written] = written.corrections
+        now.decays[layer, rows, self.slots_written] = written.decays
+        if self.is_of_prompt:
+            kept = self.states.kept
+            for own, others in zip(kept.by_layer, now.by_layer, strict=True):
+                own[layer, self.rows] = others[layer, self.rows]
+        return torch.cat(outputs, dim=1)
+
+    def _start(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The states before the new tokens, and at the base to which they move."""
+        s = self.states
+        state = moved = s.now.states[layer, self.rows]
+        for number in range(self.num_written):
+            position = self.base + number
+            at = (layer, self.rows, position % s.num_slots)
+            after = write(state, s.now.keys[at], s.now.corrections[at], s.now.decays[at])
+            state = torch.where(_by_row(position < self.first), after, state)
+            moved = torch.where(_by_row(position < self.moved), state, moved)
+        return state, moved
+
+
+def _by_row(mask: Tensor) -> Tensor:
+    return mask.view(-1, 1, 1, 1)

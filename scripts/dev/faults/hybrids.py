@@ -1,0 +1,107 @@
+"""Faults of layers that keep states."""
+
+from __future__ import annotations
+
+from faults.fault import Fault, Property
+
+HYBRID = "test_hybrid.py::"
+STATES = "runner/layer_states.py"
+
+PROPERTIES = (
+    Property(
+        "A row's state is that after the tokens that it has.",
+        f"{HYBRID}test_rows_go_back_to_any_token",
+        (
+            Fault(
+                "a rejected token stays in the state",
+                STATES,
+                "torch.where(_by_row(position < self.first), after, state)",
+                "after",
+            ),
+            Fault(
+                "the base moves past what is committed",
+                STATES,
+                "torch.where(_by_row(position < self.moved), state, moved)",
+                "state",
+            ),
+            Fault(
+                "what a token wrote is looked for in the slot behind",
+                STATES,
+                "position % s.num_slots)",
+                "(position + 1) % s.num_slots)",
+            ),
+            Fault(
+                "the slots of another number of drafts",
+                STATES,
+                "return most_new + self.length - 1",
+                "return most_new - 1",
+            ),
+            Fault(
+                "the state of another row",
+                STATES,
+                "state = moved = s.now.states[layer, self.rows]",
+                "state = moved = s.now.states[layer, self.rows.flip(0)]",
+            ),
+            Fault(
+                "the convolution keeps rejected tokens",
+                STATES,
+                "self.slots_before = (first[:, None] + back) % states.num_slots",
+                "self.slots_before = (base[:, None] + back) % states.num_slots",
+            ),
+            Fault(
+                "the prompt's end comes back without its state",
+                STATES,
+                "own[:, rows] = others[:, source].to(own.dtype)",
+                "own[:, rows] = own[:, rows]",
+            ),
+        ),
+    ),
+    Property(
+        "Linear attention is transformers'.",
+        f"{HYBRID}test_logits_are_those_of_transformers",
+        (
+            Fault(
+                "one decay behind in a chunk",
+                "model/gated_delta.py",
+                "kept = k[:, :, at] * (total - decayed[:, :, at])[..., None].exp()",
+                "kept = k[:, :, at] * total[..., None].exp()",
+            ),
+            Fault(
+                "value heads take turns with key heads",
+                "model/gated_delta.py",
+                "x.repeat_interleave(num_values // x.shape[dim], dim=dim)",
+                "torch.cat([x] * (num_values // x.shape[dim]), dim=dim)",
+            ),
+            Fault(
+                "no gate on attention",
+                "model/block.py",
+                "out = out * gates.sigmoid()",
+                "out = out * 1",
+            ),
+            Fault(
+                "the gate's rows are the query's",
+                "model/checkpoint/weight_map.py",
+                "gates = [(q, shifted(rows, c.head_dim), num_rows) for _, rows, _ in queries]",
+                "gates = [(q, rows, num_rows) for _, rows, _ in queries]",
+            ),
+            Fault(
+                "the convolution of a part begins with zeros",
+                STATES,
+                "before = now.channels[layer, rows, self.slots_before] * self.is_before",
+                "before = 0 * now.channels[layer, rows, self.slots_before]",
+            ),
+        ),
+    ),
+    Property(
+        "What a forward reads of states is counted.",
+        f"{HYBRID}test_forwards_read_the_states_of_their_rows",
+        (
+            Fault(
+                "states cost nothing",
+                "bench/roofline.py",
+                " + counts.kv_bytes_read + counts.state_bytes",
+                " + counts.kv_bytes_read",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,411 @@
+"""Models with linear attention (Gated DeltaNet, arXiv 2412.06464) in most layers: logits and tokens
+of transformers, states that go back, and lossless drafts. transformers' own cache of such models
+does not go back, so that there the oracle is decoding anew."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Command
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from magicdec.attention.sdpa import SDPABackend
+from magicdec.bench.roofline import bytes_read, weight_bytes
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import KVSection, ModelSection, WorkloadSection
+from magicdec.distributed.groups import Group, Launch
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.hardware import costs
+from magicdec.llm import LLM
+from magicdec.model.checkpoint.source import find_model, load_transformer
+from magicdec.model.gated_delta import CHUNK, DeltaTokens, convolve, recur, recur_in_chunks, write
+from magicdec.model.transformer import Transformer
+from magicdec.runner.forward_batch import ForwardBatch
+from magicdec.runner.layer_states import StateShape
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.setup.loading import runner_of as make_runner
+from magicdec.setup.memory_plan import model_plans_of
+from magicdec.setup.prepare import SetupCache, find
+
+MOST = 6  # tokens that go back
+SIZES = (2, 4, 8, 16)  # key heads, value heads, sizes of a key and of a value
+
+
+def the_model(vocab_size: int) -> Any:
+    """A tiny Qwen3.5 of transformers, whose states and gates matter."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        vocab_size=vocab_size,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=8,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+    )
+    model = Qwen3_5ForCausalLM(config).eval().float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "A_log" in name or "dt_bias" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            elif parameter.ndim > 1:
+                parameter.mul_(3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return the_model(97)
+
+
+@pytest.fixture(scope="module")
+def model(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    folder = tmp_path_factory.mktemp("hybrid")
+    reference.save_pretrained(folder)
+    source = find_model("--model", str(folder))
+    cpu = torch.device("cpu")
+    return load_transformer(source.config, source.weights, Shard(), None, torch.float32, cpu)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(
+    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, vocab_size: int
+) -> Path:
+    """With the tokenizer of the tiny checkpoint."""
+    folder = tmp_path_factory.mktemp("with_tokenizer")
+    the_model(vocab_size).save_pretrained(folder)
+    for path in tiny_checkpoint.glob("token*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def vocab_size(tiny_checkpoint: Path) -> int:
+    return find_model("--model", str(tiny_checkpoint)).config.vocab_size
+
+
+def runner_of(model: Transformer, num_rows: int, most: int = MOST) -> ModelRunner:
+    place = SDPABackend(16), Group((0,), 0), num_rows, 220
+    runner = ModelRunner(model, *place, most_uncommitted=most)
+    for row in range(num_rows):
+        runner.allocate(row)
+    return runner
+
+
+def take(runner: ModelRunner, ids: Tensor, rows: list[int], is_of_prompt: bool = False) -> Tensor:
+    return runner.forward(ForwardBatch(ids, rows, is_of_prompt=is_of_prompt))
+
+
+def logits_of(reference: Any, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = reference(ids).logits
+    return found
+
+
+@pytest.mark.parametrize("parts", [(150,), (64, 86), (1, 2, 63, 84), (5, 70, 75)], ids=str)
+def test_logits_are_those_of_transformers(
+    parts: tuple[int, ...], model: Transformer, reference: Any
+) -> None:
+    """Of prompts in parts, past the ends of chunks, and of tokens one by one after them."""
+    ids = torch.randint(97, (2, 160), generator=torch.Generator().manual_seed(1))
+    runner = runner_of(model, 2)
+    found = [take(runner, part, [0, 1], True) for part in ids[:, :150].split(list(parts), dim=1)]
+    found += [take(runner, ids[:, at : at + 1], [0, 1]) for at in range(150, 160)]
+    torch.testing.assert_close(torch.cat(found, 1), logits_of(reference, ids), atol=2e-5, rtol=0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_rows_go_back_to_any_token(data: st.DataObject, model: Transformer, reference: Any) -> None:
+    """Ragged rows take right and wrong tokens, as drafts that stay uncommitted or as verifications,
+    and lose any number of the wrong ones, again and again; so do rows that begin anew, and those
+    that go back to the end of their prompt."""
+    length = 100
+    ids = torch.randint(97, (3, length), generator=torch.Generator().manual_seed(2))
+    expected = logits_of(reference, ids)
+    runner = runner_of(model, 3)
+    prompts = [data.draw(st.integers(1, 70), label="prompt") for _ in range(3)]
+    for row, prompt in enumerate(prompts):
+        take(runner, ids[row : row + 1, :prompt], [row], True)
+    lengths = list(prompts)
+    for _ in range(data.draw(st.integers(2, 6), label="steps")):
+        rows = data.draw(st.lists(st.sampled_from([0, 1, 2]), min_size=1, max_size=3, unique=True))
+        if data.draw(st.integers(0, 5)) == 0:
+            for row in rows:
+                lengths[row] = prompts[row]
+            runner.truncate(rows, [prompts[row] for row in rows])
+            continue
+        held = [lengths[row] for row in rows]
+        for number in range(data.draw(st.integers(0, MOST - 1), label="drafts")):
+            generator = torch.Generator().manual_seed(number)
+            draft = torch.randint(97, (len(rows), 1), generator=generator)
+            runner.forward(ForwardBatch(draft, rows, committed=held))
+        runner.truncate(rows, held)
+        T = data.draw(st.integers(1, MOST), label="T")
+        right = data.draw(st.integers(1, T), label="right")
+        if max(held) + right > length:
+            break
+        tokens = torch.stack(
+            [torch.cat([ids[row, lengths[row] : lengths[row] + right]]) for row in rows]
+        )
+        wrong = (tokens[:, :1] + 1 + torch.arange(T - right)) % 97
+        out = take(runner, torch.cat([tokens, wrong], dim=1), rows)
+        for place, row in enumerate(rows):
+            true = expected[row, lengths[row] : lengths[row] + right]
+            torch.testing.assert_close(out[place, :right], true, atol=2e-5, rtol=0)
+            lengths[row] += right
+        runner.truncate(rows, [lengths[row] for row in rows])
+
+
+def test_a_state_is_the_same_bits_however_its_tokens_came() -> None:
+    """One by one, together, or from what they wrote."""
+    G, H, D, E = SIZES
+    generator = torch.Generator().manual_seed(3)
+    q, k = (torch.randn(2, 5, G, D, generator=generator) for _ in "qk")
+    v = torch.randn(2, 5, H, E, generator=generator)
+    decay = -torch.rand(2, 5, H, generator=generator)
+    rate = torch.rand(2, 5, H, generator=generator)
+    tokens = DeltaTokens(torch.zeros(2, 5, 1), torch.zeros(1, 4), decay, rate, SIZES)
+    state = torch.randn(2, H, D, E, generator=generator)
+    together, written = recur(state, q, k, v, tokens)
+    outputs = []
+    for t in range(5):
+        one = slice(t, t + 1)
+        out, own = recur(state, q[:, one], k[:, one], v[:, one], tokens.part(one))
+        outputs.append(out)
+        assert torch.equal(own.corrections[:, 0], written.corrections[:, t])
+        state = write(state, own.keys[:, 0], own.corrections[:, 0], own.decays[:, 0])
+    assert torch.equal(torch.cat(outputs, dim=1), together)
+
+
+def test_too_many_drafts_are_an_error_of_ours(model: Transformer) -> None:
+    runner = runner_of(model, 1)
+    take(runner, torch.ones(1, 20, dtype=torch.int64), [0], True)
+    with pytest.raises(AssertionError, match="room for"):
+        for _ in range(MOST + 1):
+            one = torch.ones(1, 1, dtype=torch.int64)
+            runner.forward(ForwardBatch(one, [0], committed=[20]))
+
+
+def by_definition(state: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: DeltaTokens) -> Tensor:
+    """The rule of arXiv 2412.06464, equation 10, head by head in float64."""
+    out = torch.zeros_like(v)
+    for row in range(v.shape[0]):
+        for head in range(v.shape[2]):
+            S = state[row, head].clone()
+            key_head = head * k.shape[2] // v.shape[2]
+            for t in range(v.shape[1]):
+                key, value = k[row, t, key_head], v[row, t, head]
+                S = tokens.decay[row, t, head].exp() * S
+                S = S + torch.outer(key, tokens.rate[row, t, head] * (value - S.T @ key))
+                out[row, t, head] = S.T @ q[row, t, key_head]
+            state[row, head] = S
+    return out
+
+
+@pytest.mark.parametrize("num_new", [1, CHUNK - 1, CHUNK, 2 * CHUNK + 3])
+def test_both_forms_are_the_rule(num_new: int) -> None:
+    G, H, D, E = SIZES
+    generator = torch.Generator().manual_seed(num_new)
+
+    def numbers(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64)
+
+    tokens = DeltaTokens(
+        channels=numbers(2, num_new, 2 * G * D + H * E),
+        weight=numbers(2 * G * D + H * E, 4),
+        decay=-numbers(2, num_new, H).abs(),
+        rate=numbers(2, num_new, H).sigmoid(),
+        sizes=SIZES,
+    )
+    before = numbers(2, 3, 2 * G * D + H * E)
+    whole = torch.cat([before, tokens.channels], dim=1).transpose(1, 2)
+    mixed = torch.nn.functional.conv1d(
+        whole, tokens.weight.unsqueeze(1), groups=whole.shape[1]
+    ).transpose(1, 2)
+    q, k, v = torch.nn.functional.silu(mixed).split([G * D, G * D, H * E], dim=-1)
+    parts = convolve(tokens, before)
+    unit = [torch.nn.functional.normalize(x.unflatten(-1, (G, D)), dim=-1) for x in (q, k)]
+    expected = (unit[0] / D**0.5, unit[1], v.unflatten(-1, (H, E)))
+    for found, true in zip(parts, expected, strict=True):
+        torch.testing.assert_close(found, true, atol=1e-5, rtol=1e-5)
+    state = numbers(2, H, D, E)
+    after = state.clone()
+    true = by_definition(after, *parts, tokens)
+    out, written = recur(state, *parts, tokens)
+    torch.testing.assert_close(out, true, atol=1e-10, rtol=0)
+    replayed = state
+    for t in range(num_new):
+        replayed = write(
+            replayed, written.keys[:, t], written.corrections[:, t], written.decays[:, t]
+        )
+    torch.testing.assert_close(replayed, after, atol=1e-10, rtol=0)
+    out, chunked = recur_in_chunks(state, *parts, tokens)
+    torch.testing.assert_close(out, true, atol=1e-10, rtol=0)
+    torch.testing.assert_close(chunked, after, atol=1e-10, rtol=0)
+
+
+WORKLOAD = "--dtype float32 --dataset demo --prefix_len 70 --gen_len 16 --threads 1 --ignore_eos"
+DRAFTS = {
+    "self streaming_llm": "--draft self --budget 33",
+    "self snapkv": "--draft self --kv_policy snapkv --budget 48",
+    "self retrieval": "--draft self --kv_policy retrieval --budget 49",
+    "self verified": "--draft self --kv_policy verified --budget 65",
+    "self:int8": "--draft self --draft_weights int8 --budget 33",
+    "ngram": "--draft ngram",
+    "ngram+self": "--draft ngram+self --budget 33",
+    "the model": "--draft model:{} --kv_policy full",
+}
+
+
+@pytest.mark.narrow(3)
+@pytest.mark.parametrize("words", DRAFTS.values(), ids=DRAFTS)
+def test_drafts_change_no_token(
+    words: str, checkpoint: Path, command: Command, tmp_path: Path, reference: Any
+) -> None:
+    out = tmp_path / "out.jsonl"
+    ended = command(
+        "run",
+        "--model",
+        checkpoint,
+        *WORKLOAD.split(),
+        *("--B", "3", "--num_batches", "2", "--out", out, "--save_tokens", tmp_path / "t.jsonl"),
+        *words.format(checkpoint).split(),
+    )
+    assert ended.code == 0, ended.err
+    assert "verified: the other pass has the 96 tokens of static" in ended.out
+
+
+def test_forwards_are_timed(checkpoint: Path, command: Command, tmp_path: Path) -> None:
+    """Also the end of a prompt, before which the states are taken as they are."""
+    words = "--dtype float32 --prefix_len 80 --B 2 --T 1 3 --budget 33 --prefill_chunk 40 "
+    words += "--repeats 1 --warmup 1 --threads 1"
+    ended = command("latency", "--model", checkpoint, *words.split(), "--out", tmp_path / "out")
+    assert ended.code == 0 and "prefill, last 40 of a row" in ended.out, ended.err
+
+
+def test_ranks_share_the_heads(checkpoint: Path, command: Command, tmp_path: Path) -> None:
+    words = [*WORKLOAD.split(), "--B", "3", "--num_batches", "1", "--nproc", "2"]
+    out = tmp_path / "out.jsonl"
+    words += ["--draft", "self", "--budget", "33"]
+    ended = command("run", "--model", checkpoint, *words, "--out", out)
+    assert ended.code == 0, ended.err
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["status"] for record in records] == ["verified"] * 2
+    assert records[0]["correctness"]["num_tokens"] == 48
+
+
+def test_the_text_of_a_checkpoint_that_also_sees(
+    model: Transformer, reference: Any, tmp_path: Path
+) -> None:
+    """Its tensors have names of their own, and those of other parts are left out."""
+    reference.save_pretrained(tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": {key: text[key] for key in text if key != "architectures"},
+        "vision_config": {"depth": 2},
+        "image_token_id": 5,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stored = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model."): x for name, x in stored.items()}
+    renamed |= {"model.visual.patch.weight": torch.ones(3, 4), "mtp.fc.weight": torch.ones(4, 2)}
+    save_file(renamed, tmp_path / "model.safetensors")
+    source = find_model("--model", str(tmp_path))
+    cpu = torch.device("cpu")
+    other = load_transformer(source.config, source.weights, Shard(), None, torch.float32, cpu)
+    for (name, ours), (_, theirs) in zip(
+        model.named_parameters(), other.named_parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+
+
+def test_greedy_tokens_are_those_of_transformers(checkpoint: Path) -> None:
+    """In flight, with drafts, of ragged prompts."""
+    from transformers import Qwen3_5ForCausalLM
+
+    other = Qwen3_5ForCausalLM.from_pretrained(checkpoint).eval()
+    llm = LLM(str(checkpoint), draft="self", kv=KVSection(budget=33), dtype="float32", threads=1)
+    generator = torch.Generator().manual_seed(4)
+    prompts = [
+        torch.randint(other.config.vocab_size, (length,), generator=generator).tolist()
+        for length in (7, 90, 33, 131)
+    ]
+    outputs = [list(stream) for stream in [llm.submit(p, 12, ignore_eos=True) for p in prompts]]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        with torch.no_grad():
+            logits = other(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == list(output)
+
+
+def test_forwards_read_the_states_of_their_rows(model: Transformer) -> None:
+    """In three layers, 4 x 16 x 8 numbers of a row, and K and V of one layer's 2 heads."""
+    runner = runner_of(model, 2)
+    take(runner, torch.ones(1, 20, dtype=torch.int64), [0], True)
+    take(runner, torch.ones(1, 20, dtype=torch.int64), [1], True)
+    before = runner.counts.copy()
+    take(runner, torch.ones(2, 3, dtype=torch.int64), [0, 1])
+    used = runner.counts.minus(before)
+    assert used.state_bytes == 2 * 3 * 4 * 16 * 8 * 4
+    assert used.kv_bytes_read == 2 * 23 * 2 * 2 * 32 * 4
+    weights = weight_bytes(model)
+    assert bytes_read(model, used) == weights + used.state_bytes + used.kv_bytes_read
+    assert weights == costs.weight_bytes(model.config, Shard(), 4)
+
+
+def test_the_plan_has_the_bytes_of_states(checkpoint: Path) -> None:
+    workload = WorkloadSection(prefix_len=70, gen_len=16, batch_size=3)
+    asked = RunConfig(ModelSection(str(checkpoint), "float32"), workload=workload)
+    run = find(asked, Launch(), SetupCache())
+    (plan, *_) = model_plans_of(run.config, run.models, 0)
+    model = load_transformer(
+        run.source.config, run.source.weights, Shard(), None, torch.float32, torch.device("cpu")
+    )
+    runner = make_runner(plan, model, Group((0,), 0))
+    assert runner.states is not None
+    held = [*runner.states.now.by_layer, *runner.states.kept.by_layer]
+    assert plan.linear_bytes == sum(x.numel() * x.element_size() for x in held)
+    assert plan.kv_bytes == runner.caches.num_bytes + plan.linear_bytes
+    assert StateShape.of(run.source.config.mixers, Shard()).channels == 2 * 2 * 16 + 4 * 8
+
+
+REFUSED = {
+    "serve --modes inflight --prefix_cache": "--prefix_cache: texts that begin alike share no",
+    "serve --modes ring --nproc 2": "--modes ring: layers of",
+    "serve --modes pipeline --nproc 2": "--modes pipeline: layers of",
+    "acceptance --draft self": "acceptance: layers of",
+    "run --draft model:{} --kv_policy streaming_llm --budget 33": "streaming_llm: layers",
+    "run --native_steps on": "--native_steps on: not possible with linear attention",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_states_do_not_allow_is_refused(
+    words: str, checkpoint: Path, command: Command, tmp_path: Path
+) -> None:
+    given_words = words.format(checkpoint).split()
+    workload = "--prefix_len 70 --gen_len 16 --dtype float32 --dataset demo"
+    line = [*given_words, "--model", checkpoint, *workload.split()]
+    ended = command(*line, "--out", tmp_path / "out.jsonl")
+    assert ended.code != 0 and REFUSED[words] in ended.err
+    assert len(ended.err.strip().splitlines()) == 1
+
+
+def test_a_python_program_is_told_too(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="prefix_cache: layers of"):
+        LLM(str(checkpoint), prefix_cache=True, threads=1)
