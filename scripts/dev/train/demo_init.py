@@ -131,7 +131,7 @@ def qkv_views(model: Transformer, layer: int) -> list[Tensor]:
 
 
 def attention_of(model: Transformer, layer: int) -> Attention:
-    return cast(Block, model.blocks[layer]).attention
+    return cast(Block, model.blocks[layer]).self_attention
 
 
 def weight_of(linear: nn.Module) -> Tensor:
