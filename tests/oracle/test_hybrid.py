@@ -124,7 +124,7 @@ def test_logits_are_those_of_transformers(
     runner = runner_of(model, 2)
     found = [take(runner, part, [0, 1], True) for part in ids[:, :150].split(list(parts), dim=1)]
     found += [take(runner, ids[:, at : at + 1], [0, 1]) for at in range(150, 160)]
-    torch.testing.assert_close(torch.cat(found, 1), logits_of(reference, ids), atol=2e-5, rtol=0)
+    torch.testing.assert_close(torch.cat(found, 1), logits_of(reference, ids), atol=1e-4, rtol=0)
 
 
 @settings(max_examples=25, deadline=None)
@@ -165,7 +165,7 @@ def test_rows_go_back_to_any_token(data: st.DataObject, model: Transformer, refe
         out = take(runner, torch.cat([tokens, wrong], dim=1), rows)
         for place, row in enumerate(rows):
             true = expected[row, lengths[row] : lengths[row] + right]
-            torch.testing.assert_close(out[place, :right], true, atol=2e-5, rtol=0)
+            torch.testing.assert_close(out[place, :right], true, atol=1e-4, rtol=0)
             lengths[row] += right
         runner.truncate(rows, [lengths[row] for row in rows])
 
