@@ -170,6 +170,25 @@ def test_rows_go_back_to_any_token(data: st.DataObject, model: Transformer, refe
         runner.truncate(rows, [lengths[row] for row in rows])
 
 
+def test_a_second_pass_begins_at_the_ends_of_prompts(model: Transformer, reference: Any) -> None:
+    """After more tokens than a step takes back, and also before the last tokens of the prompts, as
+    a policy that sees them again."""
+    ids = torch.randint(97, (2, 60), generator=torch.Generator().manual_seed(5))
+    expected = logits_of(reference, ids)
+    runner = runner_of(model, 2)
+    prompts = [40, 33]
+    for row, prompt in enumerate(prompts):
+        take(runner, ids[row : row + 1, :prompt], [row], True)
+    for first in (0, 0, 4):
+        starts = [prompt - first for prompt in prompts]
+        runner.truncate([0, 1], starts)
+        for number in range(MOST + 10):
+            at = torch.tensor([start + number for start in starts])
+            out = take(runner, ids.gather(1, at[:, None]), [0, 1])
+            true = expected[[0, 1], at]
+            torch.testing.assert_close(out[:, 0], true, atol=1e-4, rtol=0)
+
+
 def test_a_state_is_the_same_bits_however_its_tokens_came() -> None:
     """One by one, together, or from what they wrote."""
     G, H, D, E = SIZES

@@ -48,6 +48,12 @@ PROPERTIES = (
                 "self.slots_before = (first[:, None] + back) % states.num_slots",
                 "self.slots_before = (base[:, None] + back) % states.num_slots",
             ),
+        ),
+    ),
+    Property(
+        "A pass begins at the end of the prompt.",
+        f"{HYBRID}test_a_second_pass_begins_at_the_ends_of_prompts",
+        (
             Fault(
                 "the prompt's end comes back without its state",
                 STATES,
