@@ -138,6 +138,9 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "magicdec.model.families.llama:QWEN3",
     "Qwen3_5ForCausalLM": "magicdec.model.families.hybrids:QWEN3_5",
     "Qwen3_5ForConditionalGeneration": "magicdec.model.families.hybrids:QWEN3_5",
+    "Qwen3_5MoeForCausalLM": "magicdec.model.families.hybrids:QWEN3_5_MOE",
+    "Qwen3_5MoeForConditionalGeneration": "magicdec.model.families.hybrids:QWEN3_5_MOE",
+    "Qwen3NextForCausalLM": "magicdec.model.families.hybrids:QWEN3_NEXT",
     "BaiChuanForCausalLM": "magicdec.model.families.llama:BAICHUAN",
     "BaichuanForCausalLM": "magicdec.model.families.llama:BAICHUAN",
     "GPT2LMHeadModel": "magicdec.model.families.gpt:GPT2",
@@ -148,9 +151,6 @@ ARCHITECTURES = {
 }
 # Of models that nothing here computes: the families whose costs `magicdec plan` counts.
 PLANNED = {
-    "Qwen3NextForCausalLM": "magicdec.model.families.hybrids:QWEN3_NEXT",
-    "Qwen3_5MoeForCausalLM": "magicdec.model.families.hybrids:QWEN3_5_MOE",
-    "Qwen3_5MoeForConditionalGeneration": "magicdec.model.families.hybrids:QWEN3_5_MOE",
     "DeepseekV3ForCausalLM": "magicdec.model.families.planned:DEEPSEEK_V3",
     "DeepseekV4ForCausalLM": "magicdec.model.families.planned:DEEPSEEK_V4",
     "Gemma4ForCausalLM": "magicdec.model.families.planned:GEMMA4",

@@ -27,7 +27,13 @@ from magicdec.model.transformer import Transformer
 ROWS = 2
 LENGTH = 100
 # Those whose layers keep states, which stages and forks do not take (`oracle/test_hybrid.py`).
-HYBRIDS = {"Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"}
+HYBRIDS = {
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3NextForCausalLM",
+}
 VOCAB = 131
 HEADS = 8
 SIZE = 8

@@ -3,11 +3,14 @@ of transformers, states that go back, and lossless drafts. transformers' own cac
 does not go back, so that there the oracle is decoding anew."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,15 +39,23 @@ MOST = 6  # tokens that go back
 SIZES = (2, 4, 8, 16)  # key heads, value heads, sizes of a key and of a value
 
 
-def the_model(vocab_size: int) -> Any:
-    """A tiny Qwen3.5 of transformers, whose states and gates matter."""
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+# Classes of transformers, their configs, and what these have of their own.
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS |= {"shared_expert_intermediate_size": 40}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", {"intermediate_size": 64}),
+    "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeTextConfig", EXPERTS),
+    "Qwen3NextForCausalLM": ("Qwen3NextConfig", EXPERTS),
+}
 
+
+def the_model(vocab_size: int, kind: str = "Qwen3_5ForCausalLM") -> Any:
+    """A tiny model of transformers, whose states and gates matter."""
     torch.manual_seed(0)
-    config = Qwen3_5TextConfig(
+    config_name, own = KINDS[kind]
+    config = getattr(transformers, config_name)(
         vocab_size=vocab_size,
         hidden_size=48,
-        intermediate_size=64,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -55,8 +66,9 @@ def the_model(vocab_size: int) -> Any:
         linear_value_head_dim=8,
         max_position_embeddings=1024,
         tie_word_embeddings=False,
+        **own,
     )
-    model = Qwen3_5ForCausalLM(config).eval().float()
+    model = getattr(transformers, kind)(config).eval().float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "A_log" in name or "dt_bias" in name:
@@ -125,6 +137,54 @@ def test_logits_are_those_of_transformers(
     found = [take(runner, part, [0, 1], True) for part in ids[:, :150].split(list(parts), dim=1)]
     found += [take(runner, ids[:, at : at + 1], [0, 1]) for at in range(150, 160)]
     torch.testing.assert_close(torch.cat(found, 1), logits_of(reference, ids), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_the_logits_of_transformers(
+    kind: str, num_ranks: int, tmp_path: Path
+) -> None:
+    """Of mixtures too, and of shards, whose layers' outputs are added up as ranks would; three
+    ranks share the value heads of a key head."""
+    reference = the_model(97, kind)
+    reference.save_pretrained(tmp_path)
+    source = find_model("--model", str(tmp_path))
+    config = source.config
+    cpu = torch.device("cpu")
+    ids = torch.randint(97, (2, 70), generator=torch.Generator().manual_seed(1))
+    expected = logits_of(reference, ids)
+    shards = [Shard(rank, num_ranks) for rank in range(num_ranks)]
+    models = [
+        load_transformer(config, source.weights, shard, None, torch.float32, cpu)
+        for shard in shards
+    ]
+    found = logits_of_ranks(models, ids)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def logits_of_ranks(models: list[Transformer], ids: Tensor) -> Tensor:
+    """The logits [B, T, V] of ranks, each in a thread of its own, which add up what all have."""
+    barrier = threading.Barrier(len(models))
+    parts: list[Tensor | None] = [None] * len(models)
+
+    def compute(rank: int) -> Tensor:
+        def reduce(x: Tensor) -> Tensor:
+            parts[rank] = x
+            barrier.wait()
+            total = sum(part for part in parts if part is not None)
+            barrier.wait()
+            assert isinstance(total, Tensor)
+            return total
+
+        group = Group((0,), 0)
+        runner = ModelRunner(models[rank], SDPABackend(16), group, 2, 220, most_uncommitted=MOST)
+        for row in range(2):
+            runner.allocate(row)
+        object.__setattr__(group, "all_reduce", reduce)
+        return take(runner, ids, [0, 1], True)
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        return torch.cat(list(pool.map(compute, range(len(models)))), dim=-1)
 
 
 @settings(max_examples=25, deadline=None)
@@ -356,9 +416,7 @@ def test_the_text_of_a_checkpoint_that_also_sees(
 
 def test_greedy_tokens_are_those_of_transformers(checkpoint: Path) -> None:
     """In flight, with drafts, of ragged prompts."""
-    from transformers import Qwen3_5ForCausalLM
-
-    other = Qwen3_5ForCausalLM.from_pretrained(checkpoint).eval()
+    other = transformers.Qwen3_5ForCausalLM.from_pretrained(checkpoint).eval()
     llm = LLM(str(checkpoint), draft="self", kv=KVSection(budget=33), dtype="float32", threads=1)
     generator = torch.Generator().manual_seed(4)
     prompts = [

@@ -223,10 +223,13 @@ class _Table:
         num_values = mixer.num_value_heads * mixer.value_dim
         channels = [key_rows, shifted(key_rows, num_keys), shifted(value_rows, 2 * num_keys)]
         num_channels = 2 * num_keys + num_values
-        parts = [(f"{theirs}in_proj_qkv", rows, num_channels) for rows in channels]
-        parts.append((f"{theirs}in_proj_z", value_rows, num_values))
-        for name in ("in_proj_b", "in_proj_a"):
-            parts.append((f"{theirs}{name}", values, mixer.num_value_heads))
+        if self.names.linear_by_key_head:
+            parts = by_key_head(theirs, mixer, keys, values)
+        else:
+            parts = [(f"{theirs}in_proj_qkv", rows, num_channels) for rows in channels]
+            parts.append((f"{theirs}in_proj_z", value_rows, num_values))
+            for name in ("in_proj_b", "in_proj_a"):
+                parts.append((f"{theirs}{name}", values, mixer.num_value_heads))
         self.column_parallel(f"{ours}.inputs", parts, False)
         self.pieces[f"{ours}.convolution"] = [
             Piece(f"{theirs}conv1d.weight", rows, None, (num_channels, 1, mixer.kernel))
@@ -353,6 +356,34 @@ class _Table:
         gates = [(q, shifted(rows, c.head_dim), num_rows) for _, rows, _ in queries]
         num_keys = c.num_kv_heads * c.head_dim
         return [*queries, (k, keys, num_keys), (v, keys, num_keys), *gates]
+
+
+def by_key_head(
+    theirs: str, mixer: LinearAttention, keys: IndexRange, values: IndexRange
+) -> list[WeightPart]:
+    """The rows of q, k, v, the output's gate and the two rates in Qwen3-Next's tensors, which have,
+    key head by key head, those of the head and of the value heads that it serves."""
+    group = mixer.num_value_heads // mixer.num_key_heads
+    key = mixer.key_dim
+    value = mixer.value_dim
+    head_rows = 2 * key + 2 * group * value
+    num_rows = mixer.num_key_heads * head_rows
+    found: dict[str, list[WeightPart]] = {part: [] for part in "qkvzba"}
+    for head in range(*keys):
+        own = max(values[0] - head * group, 0), min(values[1] - head * group, group)
+        start = head * head_rows
+        spans = {
+            "q": (start, start + key),
+            "k": (start + key, start + 2 * key),
+            "v": shifted(scale(own, value), start + 2 * key),
+            "z": shifted(scale(own, value), start + 2 * key + group * value),
+        }
+        for part, rows in spans.items():
+            found[part].append((f"{theirs}in_proj_qkvz", rows, num_rows))
+        for part, at in (("b", 2 * head * group), ("a", (2 * head + 1) * group)):
+            rates = shifted(own, at)
+            found[part].append((f"{theirs}in_proj_ba", rates, 2 * mixer.num_value_heads))
+    return [part for parts in found.values() for part in parts]
 
 
 def grouped_rows(config: ModelConfig, queries: IndexRange, keys: IndexRange) -> list[IndexRange]:

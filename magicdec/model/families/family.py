@@ -20,7 +20,7 @@ class Names:
     """Checkpoint names without ".weight" and ".bias", Llama's by default. Names from
     `attention_norm` on are appended to `layer`, whose "{}" is the layer's number, and those of an
     expert to `expert`, whose "{}" is its own, or to `shared_expert`; those of linear attention
-    follow `linear`.
+    follow `linear`, q, k, v and the rest in tensors of their own, or in two `linear_by_key_head`.
 
     `packing`: q, k and v are three tensors (separate), one with all rows of q, then k, then v
     (stacked), or one by KV head (grouped). `transposed`: layers' matrices are [in, out].
@@ -53,6 +53,7 @@ class Names:
     post_attention_norm: str = ""
     post_mlp_norm: str = ""
     linear: str = "linear_attn."
+    linear_by_key_head: bool = False
     transposed: bool = False
     norm_offset: float = 0.0
 

@@ -1,6 +1,6 @@
 """Models with linear attention (Gated DeltaNet, arXiv 2412.06464) in most layers and gated
-attention in the others: Qwen3.5 and 3.6, dense. Of their mixtures, and of Qwen3-Next, only `plan`
-knows. Imports no torch.
+attention in the others: Qwen3.5 and 3.6, dense and mixtures, and Qwen3-Next, which is a mixture.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from magicdec.model.config import ExpertsConfig, LayerKind, ModelConfig, RopeConfig
 from magicdec.model.families.family import Family, Names
-from magicdec.model.families.fields import ConfigFields, only, shown, size
+from magicdec.model.families.fields import ConfigFields, only, shown, size, switch
 from magicdec.model.families.planned import (
     NEXT_TOKENS,
     common,
@@ -24,8 +24,6 @@ from magicdec.model.mixers import LinearAttention
 LINEAR = "linear_attention"
 # Of a rotary embedding with places in images, which for text are the places in the text.
 IMAGE_ROPE = ("mrope_section", "mrope_interleaved")
-# What changes how a mixture computes, and not which bytes are read nor how much is computed.
-FREE_OF_MIXTURES = ("norm_topk_prob",)
 
 
 def partial_rope(raw: ConfigFields, head_dim: int, share: float) -> RopeConfig:
@@ -91,22 +89,25 @@ def read_dense(raw: ConfigFields) -> dict[str, Any]:
 
 def read_mixture(raw: ConfigFields) -> dict[str, Any]:
     """Every layer has experts, and an MLP for all tokens with a gate of its own."""
-    for field in FREE_OF_MIXTURES:
-        raw.get(field)
     only(raw, "decoder_sparse_step", 1)
     if raw.get("mlp_only_layers"):
         raise ValueError(
-            f"mlp_only_layers {shown(raw['mlp_only_layers'])} is not counted; choose []"
+            f"mlp_only_layers {shown(raw['mlp_only_layers'])} is not computed; choose []"
         )
     experts = ExpertsConfig(
         size(raw, "num_experts", "num_local_experts"),
         size(raw, "num_experts_per_tok"),
         size(raw, "moe_intermediate_size"),
+        renormalises=switch(raw, "norm_topk_prob", True),
         shared_width=size(raw, "shared_expert_intermediate_size"),
         has_shared_gate=True,
     )
-    named = f"layer_types {LINEAR} and shared_expert_intermediate_size"
-    return read_qwen(raw) | {"experts": experts, "planned_only": named}
+    return read_qwen(raw) | {"experts": experts}
+
+
+def read_mixture_3_5(raw: ConfigFields) -> dict[str, Any]:
+    only(raw, "norm_topk_prob", True)
+    return read_mixture(raw)
 
 
 def names(config: ModelConfig) -> Names:
@@ -122,6 +123,11 @@ def names(config: ModelConfig) -> Names:
     )
 
 
-QWEN3_5 = Family("qwen3_5_text", read_dense, names, other_parts=("model.visual.", "mtp."))
-QWEN3_NEXT = Family("qwen3_next", read_mixture)
-QWEN3_5_MOE = Family("qwen3_5_moe_text", read_mixture)
+def next_names(config: ModelConfig) -> Names:
+    return Names(norm_offset=1.0, linear_by_key_head=True)
+
+
+OTHER_PARTS = ("model.visual.", "mtp.")
+QWEN3_5 = Family("qwen3_5_text", read_dense, names, other_parts=OTHER_PARTS)
+QWEN3_5_MOE = Family("qwen3_5_moe_text", read_mixture_3_5, names, other_parts=OTHER_PARTS)
+QWEN3_NEXT = Family("qwen3_next", read_mixture, next_names, other_parts=OTHER_PARTS)
