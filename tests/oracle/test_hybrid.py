@@ -28,12 +28,15 @@ from magicdec.llm import LLM
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.gated_delta import CHUNK, DeltaTokens, convolve, recur, recur_in_chunks, write
 from magicdec.model.transformer import Transformer
+from magicdec.output.console import make_progress
 from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.layer_states import StateShape
 from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Request, SamplingParams
 from magicdec.setup.loading import runner_of as make_runner
 from magicdec.setup.memory_plan import model_plans_of
 from magicdec.setup.prepare import SetupCache, find
+from magicdec.systems.shared_prefill import PromptCaches
 
 MOST = 6  # tokens that go back
 SIZES = (2, 4, 8, 16)  # key heads, value heads, sizes of a key and of a value
@@ -247,6 +250,20 @@ def test_a_second_pass_begins_at_the_ends_of_prompts(model: Transformer, referen
             out = take(runner, ids.gather(1, at[:, None]), [0, 1])
             true = expected[[0, 1], at]
             torch.testing.assert_close(out[:, 0], true, atol=1e-4, rtol=0)
+
+
+def test_a_prompt_that_begins_a_longer_one_is_prefilled_anew(model: Transformer) -> None:
+    """Of other models the longer one is cut."""
+    ids = torch.randint(97, (60,), generator=torch.Generator().manual_seed(6)).tolist()
+    params = SamplingParams(max_new_tokens=8)
+    first_tokens = []
+    for lengths in ((60, 41), (41,)):
+        caches = PromptCaches(lambda: runner_of(model, 1), 16, make_progress(False), False)
+        caches.engine.runner.release(0)
+        for length in lengths:
+            kept = caches.keep(0, [Request(0, tuple(ids[:length]), params)], "prefill")
+        first_tokens.append([request.output_ids for request in kept.snapshots])
+    assert first_tokens[0] == first_tokens[1]
 
 
 def test_a_state_is_the_same_bits_however_its_tokens_came() -> None:
