@@ -60,14 +60,12 @@ def visible(T: int, S: int) -> int:
 
 @dataclass(frozen=True)
 class OtherAttention(Mixer):
-    """Attention over all tokens with heads of its own (Gemma 4), or with a gate on its output, as
-    wide as the queries (Qwen3-Next, Qwen3.5). Queries and keys have norms. `projects_values` is
-    off where values are the unnormed keys; both are cached."""
+    """Attention over all tokens with heads of its own (Gemma 4). Queries and keys have norms.
+    `projects_values` is off where values are the unnormed keys; both are cached."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    is_gated: bool = False
     projects_values: bool = True
 
     def _heads(self, shard: Shard) -> tuple[int, int]:
@@ -78,7 +76,7 @@ class OtherAttention(Mixer):
         num_queries, num_keys = self._heads(shard)
         q = num_queries * self.head_dim
         kv = num_keys * self.head_dim
-        outputs = q * (2 if self.is_gated else 1) + kv * (2 if self.projects_values else 1)
+        outputs = q + kv * (2 if self.projects_values else 1)
         return [(outputs, hidden), (hidden, q)]
 
     def vectors(self, hidden: int, shard: Shard) -> int:

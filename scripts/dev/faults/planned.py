@@ -15,9 +15,9 @@ PROPERTIES = (
         (
             Fault(
                 "a gate of the queries that is not counted",
-                MIXERS,
-                "q * (2 if self.is_gated else 1)",
-                "q",
+                COSTS,
+                "gates = q * config.gated_attention",
+                "gates = 0",
             ),
             Fault(
                 "a value projection where keys are values",
