@@ -103,11 +103,15 @@ class RowStates:
     def by_layer(self) -> tuple[Tensor, ...]:
         return self.states, self.channels, self.keys, self.corrections, self.decays
 
-    def copy_rows(self, rows: Tensor, other: RowStates, source: Tensor) -> None:
-        """Take what `other` has of its rows `source` [B] for `rows` [B]."""
+    def copy_rows(
+        self, rows: Tensor, other: RowStates, source: Tensor, layers: Sequence[int]
+    ) -> None:
+        """Take what `layers` of `other`, as many as there are here, have of its rows `source` [B]
+        for `rows` [B]."""
         self.base[rows] = other.base[source]
         for own, others in zip(self.by_layer, other.by_layer, strict=True):
-            own[:, rows] = others[:, source].to(own.dtype)
+            for layer, number in enumerate(layers):
+                own[layer, rows] = others[number, source].to(own.dtype)
 
 
 class LayerStates:
@@ -151,10 +155,13 @@ class LayerStates:
         """Take the states as those after `length` tokens, for measurements."""
         self.now.base[torch.tensor(list(rows), device=self.device)] = length
 
-    def copy_prompts(self, rows: Tensor, other: LayerStates, source: Tensor) -> None:
-        """Begin `rows` [B] with what `other` has of the prompts in its rows `source` [B]."""
+    def copy_prompts(
+        self, rows: Tensor, other: LayerStates, source: Tensor, layers: Sequence[int]
+    ) -> None:
+        """Begin `rows` [B] with what `layers` of `other` have of the prompts in its rows `source`
+        [B]."""
         assert self.num_slots == other.num_slots, "of the same positions"
-        self.now.copy_rows(rows, other.kept, source)
+        self.now.copy_rows(rows, other.kept, source, layers)
 
     def forward(
         self, rows: Tensor, first: Tensor, committed: Tensor, num_new: int, is_of_prompt: bool
@@ -180,7 +187,7 @@ class LayerStates:
         is_begin = first == 0
         self._begin(rows[is_begin])
         again = rows[~is_begin]
-        self.now.copy_rows(again, self.kept, again)
+        self.now.copy_rows(again, self.kept, again, range(len(self.kept.states)))
         kept = self.now.base[again] <= first[~is_begin]
         assert bool((kept & (first[~is_begin] <= self.kept_lengths[again])).all()), (
             f"rows {rows.tolist()} went back to {first.tolist()} tokens, and were kept from "

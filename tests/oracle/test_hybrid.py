@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from magicdec.attention.sdpa import SDPABackend
+from magicdec.bench.check import wider
 from magicdec.bench.roofline import bytes_read, weight_bytes
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection, ModelSection, WorkloadSection
@@ -52,14 +53,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def the_model(vocab_size: int, kind: str = "Qwen3_5ForCausalLM") -> Any:
+def the_model(
+    vocab_size: int, kind: str = "Qwen3_5ForCausalLM", layer_types: list[str] | None = None
+) -> Any:
     """A tiny model of transformers, whose states and gates matter."""
     torch.manual_seed(0)
     config_name, own = KINDS[kind]
     config = getattr(transformers, config_name)(
         vocab_size=vocab_size,
         hidden_size=48,
-        num_hidden_layers=4,
+        num_hidden_layers=4 if layer_types is None else len(layer_types),
+        layer_types=layer_types,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
@@ -101,10 +105,14 @@ def checkpoint(
 ) -> Path:
     """With the tokenizer of the tiny checkpoint."""
     folder = tmp_path_factory.mktemp("with_tokenizer")
-    the_model(vocab_size).save_pretrained(folder)
-    for path in tiny_checkpoint.glob("token*"):
-        (folder / path.name).write_bytes(path.read_bytes())
+    save_with_tokenizer(the_model(vocab_size), folder, tiny_checkpoint)
     return folder
+
+
+def save_with_tokenizer(model: Any, folder: Path, other: Path) -> None:
+    model.save_pretrained(folder)
+    for path in other.glob("token*"):
+        (folder / path.name).write_bytes(path.read_bytes())
 
 
 @pytest.fixture(scope="module")
@@ -391,6 +399,31 @@ def test_forwards_are_timed(checkpoint: Path, command: Command, tmp_path: Path) 
     words += "--repeats 1 --warmup 1 --threads 1"
     ended = command("latency", "--model", checkpoint, *words.split(), "--out", tmp_path / "out")
     assert ended.code == 0 and "prefill, last 40 of a row" in ended.out, ended.err
+
+
+def test_forwards_are_measured_in_parts_of_the_layers(
+    tiny_checkpoint: Path,
+    vocab_size: int,
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As those of any model whose layers are too large to be loaded together. A part ends with
+    attention, the last one here with a layer behind it."""
+    linear = "linear_attention"
+    full = "full_attention"
+    types = [linear, full, linear, linear, full, linear]
+    model = tmp_path / "model"
+    save_with_tokenizer(the_model(vocab_size, layer_types=types), model, tiny_checkpoint)
+    monkeypatch.setattr(wider, "PART_BYTES", 1 << 12)
+    out = tmp_path / "out.jsonl"
+    words = [*WORKLOAD.split(), "--B", "2", "--num_batches", "1", "--draft", "self"]
+    ended = command("run", "--model", model, *words, "--budget", "33", "--out", out)
+    assert ended.code == 0, ended.err
+    record = json.loads(out.read_text().splitlines()[-1])
+    forwards = record["correctness"]["forwards"]
+    assert record["status"] == "verified" and forwards["num_unequal"] > 0
+    assert max(forwards["decode_error"], forwards["verify_error"]) < 1e-5
 
 
 def test_ranks_share_the_heads(checkpoint: Path, command: Command, tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ class WiderTexts:
         return max(1, min(num_rows, num_blocks // -(-num_tokens // size)))
 
     def parts(self, num_tokens: int) -> list[StagePart]:
-        """The parts that are loaded in turn, for these tokens in all rows."""
+        """The parts that are loaded in turn, for these tokens in all rows. Each has a layer with
+        attention, by whose cache a runner knows its tokens."""
         model = self.source.model
         num_layers = model.config.num_layers
         weights = NUMBER_BYTES * linear_parameters(model.config, model.shard) // num_layers
@@ -80,8 +81,16 @@ class WiderTexts:
         size = max(1, min(num_layers, PART_BYTES // layer_bytes))
         if size == num_layers:
             return [StagePart()]
-        starts = range(0, num_layers, size)
-        return [StagePart(range(at, min(at + size, num_layers))) for at in starts]
+        ends = [n + 1 for n, kind in enumerate(model.config.kinds) if kind.mixer is None]
+        ends[-1] = num_layers
+        parts = list[StagePart]()
+        start = 0
+        while start < num_layers:
+            left = [end for end in ends if end > start]
+            end = max((end for end in left if end <= start + size), default=left[0])
+            parts.append(StagePart(range(start, end)))
+            start = end
+        return parts
 
     @torch.inference_mode()
     def logits(
@@ -121,7 +130,7 @@ class WiderTexts:
             kv_dtype=self.source.kv_dtype,
             most_uncommitted=self.source.most_uncommitted,
         )
-        numbers = self.attention_numbers(model)
+        numbers = self.numbers_of(model, is_linear=False)
         for place, (row, length) in enumerate(zip(rows, prompt_lens, strict=True)):
             runner.allocate(place)
             for layer, index in enumerate(numbers):
@@ -131,16 +140,17 @@ class WiderTexts:
             assert self.source.states is not None, "it is the same model"
             source = upload(list(rows), self.source.device)
             places = torch.arange(len(rows), device=self.source.device)
-            runner.states.copy_prompts(places, self.source.states, source)
+            layers = self.numbers_of(model, is_linear=True)
+            runner.states.copy_prompts(places, self.source.states, source, layers)
         return runner
 
-    def attention_numbers(self, model: Transformer) -> list[int]:
-        """Of each layer with attention of a part of the source's model, its number there."""
-        kinds = self.source.model.part_config.kinds
+    def numbers_of(self, model: Transformer, is_linear: bool) -> list[int]:
+        """The numbers that layers of one kind of a part of the source's model have there."""
         first = model.layers.start - self.source.model.layers.start
         numbers = self.source.layer_numbers[first : first + len(model.layers)]
-        part_kinds = kinds[first : first + len(model.layers)]
-        return [n for n, kind in zip(numbers, part_kinds, strict=True) if kind.mixer is None]
+        kinds = model.part_config.kinds
+        pairs = zip(numbers, kinds, strict=True)
+        return [number for number, kind in pairs if (kind.mixer is not None) == is_linear]
 
     def _copy(
         self, runner: ModelRunner, layer: int, index: int, place: int, row: int, length: int

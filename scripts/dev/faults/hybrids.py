@@ -57,8 +57,8 @@ PROPERTIES = (
             Fault(
                 "the prompt's end comes back without its state",
                 STATES,
-                "own[:, rows] = others[:, source].to(own.dtype)",
-                "own[:, rows] = own[:, rows]",
+                "own[layer, rows] = others[number, source].to(own.dtype)",
+                "own[layer, rows] = own[layer, rows]",
             ),
         ),
     ),
@@ -125,6 +125,24 @@ PROPERTIES = (
                 "model/checkpoint/weight_map.py",
                 "own = max(values[0] - head * group, 0), min(",
                 "own = 0, min(",
+            ),
+        ),
+    ),
+    Property(
+        "The check of forwards takes each layer's own state to its parts.",
+        f"{HYBRID}test_forwards_are_measured_in_parts_of_the_layers",
+        (
+            Fault(
+                "a part has the first layers' states",
+                STATES,
+                "own[layer, rows] = others[number, source].to(own.dtype)",
+                "own[layer, rows] = others[layer, source].to(own.dtype)",
+            ),
+            Fault(
+                "a part ends anywhere",
+                "bench/check/wider.py",
+                "ends = [n + 1 for n, kind in enumerate(model.config.kinds) if kind.mixer is None]",
+                "ends = [n + 1 for n, kind in enumerate(model.config.kinds)]",
             ),
         ),
     ),
