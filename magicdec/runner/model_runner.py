@@ -25,7 +25,7 @@ from magicdec.kv.layer_views import LayerViews, LayerWindows
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.prefix_cache import CachedText
 from magicdec.kv.view import FULL, KVView, Visible, make_view
-from magicdec.model.gated_delta import DeltaTokens
+from magicdec.model.gated_delta import Remember
 from magicdec.model.transformer import Transformer
 from magicdec.runner.forward_batch import (
     Cancelled,
@@ -412,7 +412,6 @@ class ModelRunner:
         numbers = self.windows.numbers
         see_queries = [observer for observer in forward.observers if observer.needs_queries]
         see_weights = [observer for observer in forward.observers if observer.needs_weights]
-
         layer_numbers = self.layer_numbers
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -432,18 +431,6 @@ class ModelRunner:
             if forward.cancellation is not None and forward.cancellation.is_set():
                 raise Cancelled(layer - first)
 
-        state_forward = None
-        if self.states is not None:
-            begins = forward.positions[:, 0]
-            committed = begins - view.seq_lens + view.committed
-            state_forward = self.states.forward(
-                rows.index, begins, committed, view.num_new, view.is_of_prompt
-            )
-
-        def remember(layer: int, tokens: DeltaTokens) -> Tensor:
-            assert state_forward is not None, "the model has such layers"
-            return state_forward.run(layer_numbers[layer - first], tokens)
-
         state_layers = forward.state_layers
         states = dict[int, Tensor]()
 
@@ -459,7 +446,7 @@ class ModelRunner:
             forward.num_outputs,
             before_layer,
             keep if state_layers else None,
-            remember,
+            None if self.states is None else self._remember_in(forward, self.states),
         )
         if state_layers:
             forward.show_states(torch.stack([states[layer] for layer in state_layers]))
@@ -477,6 +464,17 @@ class ModelRunner:
             counts.on_device[int(forward.is_draft)].index_add_(0, rows.index, reads)
             return
         counts.count(0, 0, forward.views.num_keys, len(rows) * forward.is_draft)
+
+    def _remember_in(self, forward: EnqueuedForward, states: LayerStates) -> Remember:
+        """What keeps the states of layers with linear attention in a forward."""
+        view = forward.view
+        begins = forward.positions[:, 0]  # a copied cache has fewer entries
+        committed = begins - view.seq_lens + view.committed
+        run = states.forward(
+            forward.rows.index, begins, committed, view.num_new, view.is_of_prompt
+        ).run
+        first = self.model.layers.start
+        return lambda layer, tokens: run(self.layer_numbers[layer - first], tokens)
 
     @property
     def finds_flaws(self) -> bool:

@@ -129,7 +129,6 @@ class ModelPlan:
         obstacles = {
             "--prefix_cache: texts that begin alike": self.shares_prefixes,
             "stages: parts of a model": self.part.layers is not None,
-            "acceptance: forks of a text": self.forks is not None,
         }
         refused = next((what for what, applies in obstacles.items() if applies), None)
         if refused is not None and self.model.mixers:

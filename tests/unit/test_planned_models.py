@@ -329,7 +329,7 @@ def test_another_value_is_counted_or_refused(architecture: str) -> None:
             {"quantization_config": {"quant_method": "fp8"}},
             "bytes of these weights are not counted",
         ),
-        ("Qwen3_5MoeForCausalLM", {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\] is not compu"),
+        ("Qwen3_5MoeForCausalLM", {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\] is not supp"),
         ("DeepseekV3ForCausalLM", {"first_k_dense_replace": 7}, "first_k_dense_replace 7 is no"),
         ("DeepseekV3ForCausalLM", {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
         (

@@ -10,7 +10,7 @@ from typing import Any
 
 from magicdec.model.config import ExpertsConfig, LayerKind, ModelConfig, RopeConfig
 from magicdec.model.families.family import Family, Names
-from magicdec.model.families.fields import ConfigFields, only, shown, size, switch
+from magicdec.model.families.fields import ConfigFields, only, size, switch
 from magicdec.model.families.planned import (
     NEXT_TOKENS,
     common,
@@ -90,10 +90,6 @@ def read_dense(raw: ConfigFields) -> dict[str, Any]:
 def read_mixture(raw: ConfigFields) -> dict[str, Any]:
     """Every layer has experts, and an MLP for all tokens with a gate of its own."""
     only(raw, "decoder_sparse_step", 1)
-    if raw.get("mlp_only_layers"):
-        raise ValueError(
-            f"mlp_only_layers {shown(raw['mlp_only_layers'])} is not computed; choose []"
-        )
     experts = ExpertsConfig(
         size(raw, "num_experts", "num_local_experts"),
         size(raw, "num_experts_per_tok"),
