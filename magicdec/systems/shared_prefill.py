@@ -73,8 +73,8 @@ class PromptCaches:
         if held is not None:
             self.results.clear()
         # States of linear attention are kept at the ends of prompts alone.
-        is_cut = held is not None and held.engine.runner.states is None
-        if held is not None and is_cut and held.begins_with(requests):
+        can_cut = held is not None and held.engine.runner.states is None
+        if held is not None and can_cut and held.begins_with(requests):
             self._groups[number] = kept = self._shorten(held, requests)
             return kept
         if not self.is_kept:

@@ -312,7 +312,8 @@ def by_definition(state: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: DeltaT
             S = state[row, head].clone()
             key_head = head * k.shape[2] // v.shape[2]
             for t in range(v.shape[1]):
-                key, value = k[row, t, key_head], v[row, t, head]
+                key = k[row, t, key_head]
+                value = v[row, t, head]
                 S = tokens.decay[row, t, head].exp() * S
                 S = S + torch.outer(key, tokens.rate[row, t, head] * (value - S.T @ key))
                 out[row, t, head] = S.T @ q[row, t, key_head]

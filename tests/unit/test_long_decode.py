@@ -38,7 +38,8 @@ def run(command: Command, out: Path, *words: object) -> tuple[PassRecord, str]:
 def by_hand(requests: list[dict[str, Any]], low: int, high: int) -> dict[str, Any]:
     """The acceptance of the verifications whose text had more than `low` and at most `high` tokens,
     found by walking along each request. Every step drafted for it."""
-    drafted, accepted, steps, prompts = 0, 0, 0, set()
+    drafted = accepted = steps = 0
+    prompts = set()
     for number, request in enumerate(requests):
         length = request["prompt_len"] + 1  # with the token that prefill emits
         counts = zip(

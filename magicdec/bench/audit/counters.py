@@ -108,7 +108,9 @@ def _contradictions(answer: ServerAnswer) -> list[tuple[str, str]]:
     counts = answer.counts
     if counts is None:
         return []
-    verified, accepted, drafted = counts.verifications, counts.accepted, counts.drafted
+    verified = counts.verifications
+    accepted = counts.accepted
+    drafted = counts.drafted
     if accepted is not None and drafted is not None and accepted > drafted:
         return [("rate above 1", f"{accepted} accepted of {drafted} draft tokens")]
     if count == 0 and counts.has_drafts:
@@ -125,10 +127,12 @@ def _contradictions(answer: ServerAnswer) -> list[tuple[str, str]]:
 
 def _wrong_rates(answer: ServerAnswer) -> list[tuple[str, str]]:
     """What is wrong with the rates of an answer, by its counts."""
-    rates, counts = answer.rates, answer.counts
+    rates = answer.rates
+    counts = answer.counts
     if rates is None or counts is None or not counts.verifications:
         return []
-    accepted, drafted = counts.accepted, counts.drafted
+    accepted = counts.accepted
+    drafted = counts.drafted
     if accepted is None or not drafted:
         return []
     found = list[tuple[str, str]]()

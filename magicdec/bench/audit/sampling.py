@@ -232,7 +232,8 @@ def _edge_of_top_k(likely: Sequence[tuple[int, float]], top_k: int, tolerance: f
     """The tokens that noise may bring into the likeliest ones, and those that may leave them."""
     if top_k >= len(likely):
         return set()
-    last, next_one = likely[top_k - 1][1], likely[top_k][1]
+    last = likely[top_k - 1][1]
+    next_one = likely[top_k][1]
     coming = {token for token, value in likely[top_k:] if last - value <= tolerance}
     leaving = {token for token, value in likely[:top_k] if value - next_one <= tolerance}
     return coming | leaving
