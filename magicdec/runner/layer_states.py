@@ -3,8 +3,8 @@
 A row's state after its first `base` tokens is kept whole, and of each token after it what it wrote:
 a key, a correction and a decay, some 190 times less than a state. So a row has its state after any
 of these tokens: truncating it costs nothing, and the next forward starts from what the tokens wrote
-that are left. `base` moves to what is committed when a forward begins, and far enough that at most
-`most_new` tokens follow it. All of this is kept once more as it was at the end of the prompt, from
+that are left. `base` moves to what is committed when a forward begins, or behind it by what is run
+again, and far enough that at most `most_new` tokens follow it. All of this is kept once more as it was at the end of the prompt, from
 where another pass may start again.
 
 Shapes: L layers with a state, B rows, T new tokens, H value heads and G key heads on this rank, D
@@ -22,6 +22,19 @@ from torch import Tensor
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.gated_delta import DeltaTokens, convolve, recur, recur_in_chunks, write
 from magicdec.model.mixers import LinearAttention, Mixer
+
+
+@dataclass(frozen=True)
+class StateRoom:
+    """How far rows go back: `new`, the most tokens by which a step truncates one, and `rerun`, the
+    newest committed ones that a step may run again, which are among them."""
+
+    new: int
+    rerun: int = 0
+
+    def joined(self, other: StateRoom) -> StateRoom:
+        """What serves both."""
+        return StateRoom(max(self.new, other.new), max(self.rerun, other.rerun))
 
 
 @dataclass(frozen=True)
@@ -115,20 +128,21 @@ class RowStates:
 
 
 class LayerStates:
-    """Of `num_rows` rows. `most_new`: the most tokens of a row after those that are committed."""
+    """Of `num_rows` rows, which go back as far as `room` says."""
 
     def __init__(
         self,
         shape: StateShape,
         num_layers: int,
         num_rows: int,
-        most_new: int,
+        room: StateRoom,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.shape = shape
-        self.most_new = most_new
-        self.num_slots = shape.num_slots(most_new)
+        self.room = room
+        self.most_new = room.new
+        self.num_slots = shape.num_slots(room.new)
         self.device = device
         place = shape, num_layers, num_rows, self.num_slots, dtype, device
         self.now = RowStates.zeros(*place)
@@ -173,7 +187,8 @@ class LayerStates:
             self._go_back(rows[is_back], first[is_back])
         base = self.now.base[rows]
         end = first + num_new
-        moved = torch.maximum(torch.maximum(base, committed), end - self.most_new)
+        lasting = torch.maximum(committed - self.room.rerun, end - self.most_new)
+        moved = torch.maximum(base, lasting)
         is_room = (end - self.most_new <= committed) | (first == committed)
         assert bool(is_room.all()), "no more drafts than there is room for"
         self.now.base[rows] = moved

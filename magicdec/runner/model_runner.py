@@ -33,7 +33,7 @@ from magicdec.runner.forward_batch import (
     ForwardBatch,
     ForwardObserver,
 )
-from magicdec.runner.layer_states import LayerStates, StateShape
+from magicdec.runner.layer_states import LayerStates, StateRoom, StateShape
 from magicdec.runner.native_steps.executor import Executor
 
 OneObserver = TypeVar("OneObserver", bound=ForwardObserver)
@@ -68,7 +68,7 @@ class ModelRunner:
     host_tokens: int = 0  # of blocks that have left for host memory, and may come back
     forks: Forks | None = None  # the last rows, which fork the texts of the others
     borrows_states: bool = False  # of layers with states: rows begin anew in another runner
-    most_uncommitted: int = 32  # tokens of a row that go back or stay, where layers have states
+    state_room: StateRoom = StateRoom(32)  # how far rows go back, where layers have states
     offsets: Tensor | None = None
     draft_runner: ModelRunner | None = None
     observers: list[ForwardObserver] = field(default_factory=list)
@@ -139,7 +139,7 @@ class ModelRunner:
         shape = StateShape.of(mixers, self.model.shard)
         dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
         return LayerStates(
-            shape, len(mixers), self.num_rows, self.most_uncommitted, dtype, self.device
+            shape, len(mixers), self.num_rows, self.state_room, dtype, self.device
         )
 
     @cached_property

@@ -186,7 +186,7 @@ def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
         num_blocks=plan.num_blocks,
         max_following=max_following(plan.config, plan.tokens),
         window_room=plan.window_room,
-        most_uncommitted=plan.most_uncommitted,
+        state_room=plan.room_of_states,
         shares_prefixes=plan.shares_prefixes,
         host_tokens=plan.host_tokens,
         forks=plan.forks,

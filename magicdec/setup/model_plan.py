@@ -24,7 +24,7 @@ from magicdec.model.linear.packed import WIDTH
 from magicdec.model.mixers import STATE_BYTES
 from magicdec.names import KV_DTYPES, NARROW, PACKED, STORED
 from magicdec.runner.device_batch import NEWEST
-from magicdec.runner.layer_states import StateShape
+from magicdec.runner.layer_states import StateRoom, StateShape
 from magicdec.speculation.policies.policy import make_policy
 from magicdec.speculation.rolling_runner import (
     BLOCK_SIZE,
@@ -52,6 +52,13 @@ def rewound_by_step(config: ResolvedConfig) -> int:
     policy = make_policy(config.kv)
     rerun = policy.rerun_tokens(config.capacity.prompt_len)
     return config.decoding.max_gamma + NEWEST + max(policy.observed_tokens, rerun)
+
+
+def state_room(config: ResolvedConfig) -> StateRoom:
+    """How far the states of layers with linear attention go back in a step."""
+    policy = make_policy(config.kv)
+    rerun = policy.rerun_tokens(config.capacity.prompt_len) if policy.chooses_again else 0
+    return StateRoom(rewound_by_step(config) + rerun, rerun)
 
 
 def rewound_by_pass(config: ResolvedConfig, row_tokens: int) -> int:
@@ -105,7 +112,8 @@ class ModelPlan:
     A cache row holds `row_tokens` (default: by the config). `block_tokens` and `cache_tokens` are
     the sizes of a block and of the cache, rounded up (default: by the backend, for all rows).
     `rewound`: the most tokens by which a row is truncated, so that layers with a window need to
-    hold no more (default: to its begin).
+    hold no more (default: to its begin). `state_room`: how far layers' states go back (default: by
+    the config).
     """
 
     config: ResolvedConfig
@@ -118,6 +126,7 @@ class ModelPlan:
     block_tokens: int | None = None
     cache_tokens: int | None = None
     rewound: int | None = None
+    state_room: StateRoom | None = None
     shares_prefixes: bool = False  # rows whose texts begin alike share blocks
     offloads: bool = False  # blocks that leave go to host memory
     offload_tokens: int | None = None  # of these; default: as many as the cache has
@@ -351,9 +360,9 @@ class ModelPlan:
         return tokens_of_layers * self.bytes_per_token // num_layers + self.linear_bytes
 
     @property
-    def most_uncommitted(self) -> int:
-        """The most tokens by which a row goes back in a step, where layers have states."""
-        return rewound_by_step(self.config)
+    def room_of_states(self) -> StateRoom:
+        """How far rows go back, where layers have states."""
+        return self.state_room or state_room(self.config)
 
     @property
     def linear_bytes(self) -> int:
@@ -361,7 +370,7 @@ class ModelPlan:
         mixers = self.part_model.mixers
         if not mixers:
             return 0
-        numbers = StateShape.of(mixers, self.shard).row_numbers(self.most_uncommitted)
+        numbers = StateShape.of(mixers, self.shard).row_numbers(self.room_of_states.new)
         return self.num_rows * len(mixers) * numbers * STATE_BYTES
 
     @property

@@ -110,7 +110,7 @@ class PrefilledBatching(Flover):
         room = self.room
         source = self.run.source
         group = self.groups.target
-        plan = self._plan_of(room.max_tokens, room.rewound)
+        plan = replace(self._plan_of(room.max_tokens, room.rewound), state_room=room.state_room)
         model = self.shared.models.get(source, group, plan.kinds)
         # Before the cache takes memory.
         self.shared.models.get_copy(source, group, plan)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import KVSection
 from magicdec.engine.engine import Engine
 from magicdec.output.console import Progress
+from magicdec.runner.layer_states import StateRoom
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.observers.prompt_queries import PromptQueries
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.setup.loading import LoadedModels
-from magicdec.setup.model_plan import max_tokens, rewound_by_pass
+from magicdec.setup.model_plan import max_tokens, rewound_by_pass, state_room
 from magicdec.speculation.policies.policy import make_policy
 
 
@@ -120,13 +122,15 @@ def warm_up_prefill(engine: Engine, prompt: Sequence[int], chunk: int) -> None:
 @dataclass(frozen=True)
 class CacheDemand:
     """The caches of runs that share their prompts: tokens of a row, by how many it is truncated,
-    and the KV section whose policy needs queries of most prompt tokens. `is_kept`: every group of
-    prompts has its own cache and is prefilled once. `num_forks`: rows beside those of prompts.
-    `is_nested`: prompts may be the beginnings of those that a cache has. `state_layers`: after
-    these the states of all tokens are kept, also where the run reads none."""
+    how far layers' states go back, and the KV section whose policy needs queries of most prompt
+    tokens. `is_kept`: every group of prompts has its own cache and is prefilled once. `num_forks`:
+    rows beside those of prompts. `is_nested`: prompts may be the beginnings of those that a cache
+    has. `state_layers`: after these the states of all tokens are kept, also where the run reads
+    none."""
 
     max_tokens: int
     rewound: int | None  # None: to the begin of a row
+    state_room: StateRoom
     kv: KVSection | None
     is_kept: bool = False
     num_forks: int = 0
@@ -139,7 +143,8 @@ class CacheDemand:
         rewound = max(rewound_by_pass(config, longest) for config in configs)
         observing = [config.kv for config in configs if config.decoding.drafts_itself]
         most = max(observing, key=lambda kv: make_policy(kv).observed_tokens, default=None)
-        return cls(longest, rewound, most, is_kept)
+        room = reduce(StateRoom.joined, map(state_room, configs))
+        return cls(longest, rewound, room, most, is_kept)
 
 
 def prefill_key(config: ResolvedConfig) -> tuple[Any, ...]:

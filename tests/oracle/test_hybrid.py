@@ -4,6 +4,7 @@ does not go back, so that there the oracle is decoding anew."""
 
 import json
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from magicdec.model.gated_delta import CHUNK, DeltaTokens, convolve, recur, recu
 from magicdec.model.transformer import Transformer
 from magicdec.output.console import make_progress
 from magicdec.runner.forward_batch import ForwardBatch
-from magicdec.runner.layer_states import StateShape
+from magicdec.runner.layer_states import StateRoom, StateShape
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.setup.loading import runner_of as make_runner
@@ -122,7 +123,7 @@ def vocab_size(tiny_checkpoint: Path) -> int:
 
 def runner_of(model: Transformer, num_rows: int, most: int = MOST) -> ModelRunner:
     place = SDPABackend(16), Group((0,), 0), num_rows, 220
-    runner = ModelRunner(model, *place, most_uncommitted=most)
+    runner = ModelRunner(model, *place, state_room=StateRoom(most))
     for row in range(num_rows):
         runner.allocate(row)
     return runner
@@ -188,7 +189,8 @@ def logits_of_ranks(models: list[Transformer], ids: Tensor) -> Tensor:
             return total
 
         group = Group((0,), 0)
-        runner = ModelRunner(models[rank], SDPABackend(16), group, 2, 220, most_uncommitted=MOST)
+        place = SDPABackend(16), group, 2, 220
+        runner = ModelRunner(models[rank], *place, state_room=StateRoom(MOST))
         for row in range(2):
             runner.allocate(row)
         object.__setattr__(group, "all_reduce", reduce)
@@ -367,6 +369,7 @@ WORKLOAD = "--dtype float32 --dataset demo --prefix_len 70 --gen_len 16 --thread
 DRAFTS = {
     "self streaming_llm": "--draft self --budget 33",
     "self snapkv": "--draft self --kv_policy snapkv --budget 48",
+    "self snapkv chosen anew": "--draft self --kv_policy snapkv --budget 48 --reselect_every 5",
     "self retrieval": "--draft self --kv_policy retrieval --budget 49",
     "self verified": "--draft self --kv_policy verified --budget 65",
     "self:int8": "--draft self --draft_weights int8 --budget 33",
@@ -392,6 +395,20 @@ def test_drafts_change_no_token(
     )
     assert ended.code == 0, ended.err
     assert "verified: the other pass has the 96 tokens of static" in ended.out
+
+
+def test_runs_of_a_sweep_share_prompts(
+    checkpoint: Path, command: Command, tmp_path: Path
+) -> None:
+    """Rows go back as far as any of them needs: the one with the most drafts, and the one whose
+    policy runs the most tokens again."""
+    out = tmp_path / "out.jsonl"
+    words = [*WORKLOAD.split(), "--B", "2", "--num_batches", "1", "--draft", "self"]
+    words += ["--kv_policy", "streaming_llm", "verified", "--budget", "65", "--gamma", "1", "6"]
+    ended = command("sweep", "run", "--model", checkpoint, *words, "--out", out)
+    assert ended.code == 0, ended.err
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert Counter(record["status"] for record in records) == {"verified": len(records)}
 
 
 def test_forwards_are_timed(checkpoint: Path, command: Command, tmp_path: Path) -> None:

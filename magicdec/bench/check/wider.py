@@ -128,7 +128,7 @@ class WiderTexts:
             len(rows),
             longest,
             kv_dtype=self.source.kv_dtype,
-            most_uncommitted=self.source.most_uncommitted,
+            state_room=self.source.state_room,
         )
         numbers = self.numbers_of(model, is_linear=False)
         for place, (row, length) in enumerate(zip(rows, prompt_lens, strict=True)):

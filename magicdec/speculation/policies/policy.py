@@ -59,6 +59,11 @@ class KVPolicy(ABC):
         """Newest tokens of all rows that run again to observe attention."""
         return 0
 
+    @property
+    def chooses_again(self) -> bool:
+        """Whether these run again while requests decode, and not after their prefill alone."""
+        return False
+
     def state_numbers(self, num_blocks: int, head_dim: int, queries_per_head: int) -> int:
         """Float32 numbers of state for a layer and KV head of a row of `num_blocks` blocks of
         WEIGHTS_BLOCK tokens, without copied K and V."""

@@ -71,6 +71,10 @@ class SnapKV(KVPolicy):
     def observed_tokens(self) -> int:
         return self.window_size
 
+    @property
+    def chooses_again(self) -> bool:
+        return self.reselect_every > 0
+
     def rerun_tokens(self, context: int) -> int:
         return min(self.window_size, context) if self.reselect_every else 0
 
