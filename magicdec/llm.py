@@ -40,7 +40,7 @@ from magicdec.setup.memory_check import (
     largest,
 )
 from magicdec.setup.memory_plan import model_plans_of, plan_of
-from magicdec.setup.model_checks import check_states, is_rolling
+from magicdec.setup.model_checks import is_rolling
 from magicdec.setup.model_plan import ModelPlan, rewound_by_step
 from magicdec.setup.prepare import ResolvedRun, SetupCache, check_models, find
 from magicdec.speculation.steps.build import build_decoder
@@ -120,8 +120,6 @@ class LLM:
         cache = SetupCache()
         sizes = CacheSizes(block_tokens, cache_tokens, prefix_cache)
         run = find(asked, Launch(), cache)
-        if prefix_cache:
-            check_states("prefix_cache", run.source, "texts share none; leave it out")
         self.max_tokens = choose_max_tokens(run, max_tokens, max_new_tokens, sizes)
         self.max_new_tokens = min(max_new_tokens or self.max_tokens, self.max_tokens)
         capacity = capacity_of(max_concurrency, self.max_tokens, max_new_tokens)

@@ -149,13 +149,16 @@ class Engine:
                 self._reserve(plan)
             if plan.parts:
                 new = self._prefill(plan.parts)
+                for part in plan.parts:
+                    if part.keeps_state:
+                        self.runner.keep_state(part.row, part.request.cached_ids[: part.stop])
                 ready = tuple(r for r in new if r.status is RequestStatus.RUNNING)
                 self._free(
                     [(r, r.row) for r in new if r.status is RequestStatus.FINISHED], strategy
                 )
                 for request in ready:
                     if request.row is not None:
-                        self.runner.caches.keep(request.row, request.cached_ids)
+                        self.runner.keep(request.row, request.cached_ids)
                 if ready:
                     strategy.admit(Batch(ready))
             if plan.decoding is not None:
@@ -243,7 +246,7 @@ class Engine:
         for row, num_tokens in plan.reserved:
             self.runner.caches.allocate(row, num_tokens)
         for row, beginning in shared:
-            self.runner.caches.copy_beginning(row, beginning)
+            self.runner.copy_beginning(row, beginning)
 
     def _free(
         self, leaving: Sequence[tuple[Request, int | None]], strategy: DecodingStrategy

@@ -43,6 +43,8 @@ class Scheduler:
         self.prefixes = prefixes
         self._prefilled: dict[Request, int] = {}  # tokens so far, of texts that are not complete
         self._shared: dict[Request, int] = {}  # tokens that texts begin with, where any
+        # Tokens that texts have in common with others, after which states are kept, where any.
+        self._known: dict[Request, int] = {}
         self._cancelled: set[Request] = set()
         self._repeated: StepPlan | None = None  # the plan of each step until something changes
 
@@ -156,6 +158,7 @@ class Scheduler:
         assert request is not None, "a request leaves its row once"
         self._prefilled.pop(request, None)
         self._shared.pop(request, None)
+        self._known.pop(request, None)
         self._cancelled.discard(request)
         self.rows[row] = None
         self._repeated = None
@@ -237,13 +240,15 @@ class Scheduler:
                 found = self.prefixes.find(request.cached_ids)
             if blocks.is_limited:
                 # Blocks that no row holds count as free, also those that are kept for texts.
-                num_held = len(found.path) - found.num_idle
-                free -= limits.num_blocks_of(tokens) - num_held
+                num_blocks = limits.num_blocks_of(tokens)
+                found = found.that_fits(free, num_blocks)
+                free -= found.num_needed(num_blocks)
                 if free < 0:
                     break
                 reserved[row] = tokens
-                found = found.that_fits(free)
                 free -= found.keeps_block
+            if found.num_known > found.num_tokens:
+                self._known[request] = found.num_known
             if self.prefixes is not None and found.num_tokens:
                 self.prefixes.adopt(row, found)
                 self._shared[request] = found.num_tokens
@@ -263,9 +268,14 @@ class Scheduler:
         for request, row, num_done in [*unfinished, *new]:
             assert row is not None, "what is prefilled has a row"
             stop = request.num_cached if room is None else min(request.num_cached, num_done + room)
+            known = self._known.get(request, 0)
+            keeps_state = num_done < known <= stop
+            if keeps_state:
+                stop = known
             if stop > num_done:
                 num_shared = self._shared.get(request, 0)
-                parts.append(PrefillChunk(request, row, num_done, stop, num_shared))
+                part = PrefillChunk(request, row, num_done, stop, num_shared, keeps_state)
+                parts.append(part)
                 room = None if room is None else room - (stop - num_done)
         return tuple(sorted(parts, key=lambda part: part.row))
 

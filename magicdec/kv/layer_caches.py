@@ -17,7 +17,7 @@ from torch import Tensor
 from magicdec.kv.cache import KVCache
 from magicdec.kv.layer_views import LayerWindows
 from magicdec.kv.pool import CacheShape
-from magicdec.kv.prefix_cache import Beginning, CachedText, PrefixCache, TextBlock
+from magicdec.kv.prefix_cache import Beginning, CachedText, PrefixCache, SnapshotRoom, TextBlock
 
 WINDOW_BLOCK = 64  # tokens of a block, unless a backend needs more: little is held past the window
 FORK_BLOCK = 16  # the same of rows that fork, each of which copies a block
@@ -131,9 +131,10 @@ class LayerCaches:
         rewound: int = 0,
         shares_prefixes: bool = False,
         num_places: int = 0,
+        snapshots: SnapshotRoom | None = None,
     ) -> LayerCaches:
         """`shape` of so many layers with a storage. Rows share blocks if it `shares_prefixes`, of
-        which `num_places` may go to host memory."""
+        which `num_places` may go to host memory, and begin at `snapshots`, if there is room."""
         caches = list[KVCache]()
         for num_layers, storage in zip(windows.num_layers, storages, strict=True):
             cache = KVCache(
@@ -149,7 +150,7 @@ class LayerCaches:
         prefixes = None
         if shares_prefixes:
             assert not any(held), "what a window has lost cannot be shared"
-            prefixes = PrefixCache(caches[0].shape.block_size, num_places)
+            prefixes = PrefixCache(caches[0].shape.block_size, num_places, snapshots)
         for cache in caches:
             if num_places:
                 cache.offload(num_places)
@@ -243,22 +244,22 @@ class LayerCaches:
         self.distinct[0].advance([row], beginning.num_copied)
         self.prefixes.copied(row)
 
-    def begin(self, row: int, text: CachedText, num_tokens: int, step: int = 1) -> int:
-        """Give an empty row what `prefixes` has of `text`, and room for `num_tokens`. Returns the
-        tokens that it has, fewer than `text`; with a `step`, a multiple of it in whole blocks."""
+    def begin(self, row: int, text: CachedText, num_tokens: int, step: int = 1) -> Beginning:
+        """Give an empty row what `prefixes` has of `text`, and room for `num_tokens`. Returns what
+        it has, fewer tokens than `text`; with a `step`, a multiple of it in whole blocks."""
         assert self.prefixes is not None, "asked of caches that share"
         first = self.distinct[0]
         beginning = self.prefixes.find(text)
         if step > 1:
             beginning = beginning.in_multiples_of(step)
-        num_new = -(-num_tokens // first.shape.block_size) - len(beginning.path)
+        num_blocks = -(-num_tokens // first.shape.block_size)
         num_free = first.num_free + len(self.prefixes)
-        beginning = beginning.that_fits(num_free - beginning.num_idle - num_new)
+        beginning = beginning.that_fits(num_free, num_blocks)
         self.prefixes.adopt(row, beginning)
         self.adopt(row, beginning)
         self.allocate(row, num_tokens)
         self.copy_beginning(row, beginning)
-        return first.lengths[row]
+        return beginning
 
     def keep(self, row: int, text: CachedText) -> None:
         """Let other rows begin with the blocks of `row`, which holds the tokens of `text`."""

@@ -4,8 +4,10 @@ A row's state after its first `base` tokens is kept whole, and of each token aft
 a key, a correction and a decay, some 190 times less than a state. So a row has its state after any
 of these tokens: truncating it costs nothing, and the next forward starts from what the tokens wrote
 that are left. `base` moves to what is committed when a forward begins, or behind it by what is run
-again, and far enough that at most `most_new` tokens follow it. All of this is kept once more as it was at the end of the prompt, from
-where another pass may start again.
+again, and far enough that at most `most_new` tokens follow it; in a prompt only this far. All of
+this is kept once more as it was at the end of the prompt, from where another pass may start again.
+A snapshot is the state after a text, with the last inputs of the convolution, with which other rows
+begin (`PrefixCache`).
 
 Shapes: L layers with a state, B rows, T new tokens, H value heads and G key heads on this rank, D
 and E the sizes of a key and of a value, C channels of the convolution before, K its length.
@@ -75,6 +77,12 @@ class StateShape:
         state = self.num_values * self.key_dim * self.value_dim
         return 2 * (state + self.num_slots(most_new) * (self.channels + written))
 
+    @property
+    def snapshot_numbers(self) -> int:
+        """Numbers of a snapshot of a layer."""
+        state = self.num_values * self.key_dim * self.value_dim
+        return state + (self.length - 1) * self.channels
+
 
 @dataclass(frozen=True)
 class RowStates:
@@ -128,7 +136,7 @@ class RowStates:
 
 
 class LayerStates:
-    """Of `num_rows` rows, which go back as far as `room` says."""
+    """Of `num_rows` rows, which go back as far as `room` says, with `num_snapshots`."""
 
     def __init__(
         self,
@@ -138,6 +146,7 @@ class LayerStates:
         room: StateRoom,
         dtype: torch.dtype,
         device: torch.device,
+        num_snapshots: int = 0,
     ) -> None:
         self.shape = shape
         self.room = room
@@ -148,6 +157,17 @@ class LayerStates:
         self.now = RowStates.zeros(*place)
         self.kept = RowStates.zeros(*place)  # at the ends of prompts
         self.kept_lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.snapshots = torch.zeros(
+            num_layers,
+            num_snapshots,
+            *(shape.num_values, shape.key_dim, shape.value_dim),
+            dtype=dtype,
+            device=device,
+        )
+        # Of the tokens before, the newest first.
+        self.snapshot_channels = torch.zeros(
+            num_layers, num_snapshots, shape.length - 1, shape.channels, dtype=dtype, device=device
+        )
 
     @property
     def row_bytes(self) -> int:
@@ -164,6 +184,38 @@ class LayerStates:
     def _begin(self, rows: Tensor) -> None:
         self.now.base[rows] = 0
         self.now.states[:, rows] = 0
+
+    def ends(self, row: int, length: int) -> list[int]:
+        """The lengths at which texts may begin with what this row has after `length` tokens: of its
+        prompt, and all."""
+        prompt = int(self.kept_lengths[row])
+        return [prompt, length] if 0 < prompt < length else [length]
+
+    def save(self, row: int, number: int, length: int) -> None:
+        """Take a snapshot of a row as it was after `length` tokens, which it has or are the ends of
+        its prompt."""
+        held = self.kept if length == int(self.kept_lengths[row]) else self.now
+        base = int(held.base[row])
+        assert 0 < length - base <= self.num_slots or length == base, "it goes back so far"
+        state = held.states[:, row]
+        for position in range(base, length):
+            at = (slice(None), row, position % self.num_slots)
+            state = write(state, held.keys[at], held.corrections[at], held.decays[at])
+        self.snapshots[:, number] = state
+        before = self._slots_before(length)
+        self.snapshot_channels[:, number] = held.channels[:, row, before]
+
+    def load(self, row: int, number: int, length: int) -> None:
+        """Begin a row with a snapshot, after `length` tokens."""
+        self.now.base[row] = length
+        self.now.states[:, row] = self.snapshots[:, number]
+        before = self._slots_before(length)
+        self.now.channels[:, row, before] = self.snapshot_channels[:, number]
+
+    def _slots_before(self, length: int) -> Tensor:
+        """Those of the tokens before the one at `length` that its convolution sees."""
+        back = torch.arange(1, self.shape.length, device=self.device)
+        return (length - back) % self.num_slots
 
     def assume(self, rows: Sequence[int], length: int) -> None:
         """Take the states as those after `length` tokens, for measurements."""
@@ -187,8 +239,9 @@ class LayerStates:
             self._go_back(rows[is_back], first[is_back])
         base = self.now.base[rows]
         end = first + num_new
-        lasting = torch.maximum(committed - self.room.rerun, end - self.most_new)
-        moved = torch.maximum(base, lasting)
+        moved = torch.maximum(base, end - self.most_new)
+        if not is_of_prompt:
+            moved = torch.maximum(moved, committed - self.room.rerun)
         is_room = (end - self.most_new <= committed) | (first == committed)
         assert bool(is_room.all()), "no more drafts than there is room for"
         self.now.base[rows] = moved

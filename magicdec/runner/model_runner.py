@@ -23,7 +23,7 @@ from magicdec.kv.kernel_view import make_kernel_view
 from magicdec.kv.layer_caches import Forks, LayerCaches, Storage, WindowRoom, storages_of
 from magicdec.kv.layer_views import LayerViews, LayerWindows
 from magicdec.kv.pool import CacheShape
-from magicdec.kv.prefix_cache import CachedText
+from magicdec.kv.prefix_cache import Beginning, CachedText, SnapshotRoom
 from magicdec.kv.view import FULL, KVView, Visible, make_view
 from magicdec.model.gated_delta import Remember
 from magicdec.model.transformer import Transformer
@@ -69,6 +69,7 @@ class ModelRunner:
     forks: Forks | None = None  # the last rows, which fork the texts of the others
     borrows_states: bool = False  # of layers with states: rows begin anew in another runner
     state_room: StateRoom = StateRoom(32)  # how far rows go back, where layers have states
+    snapshots: SnapshotRoom | None = None  # of such states, where texts share prefixes
     offsets: Tensor | None = None
     draft_runner: ModelRunner | None = None
     observers: list[ForwardObserver] = field(default_factory=list)
@@ -129,6 +130,7 @@ class ModelRunner:
             rewound=0 if self.window_room is None else self.window_room.rewound,
             shares_prefixes=self.shares_prefixes,
             num_places=-(-self.host_tokens // storages[0].block_size),
+            snapshots=self.snapshots,
         )
 
     def _make_states(self) -> LayerStates | None:
@@ -139,7 +141,13 @@ class ModelRunner:
         shape = StateShape.of(mixers, self.model.shard)
         dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
         return LayerStates(
-            shape, len(mixers), self.num_rows, self.state_room, dtype, self.device
+            shape,
+            len(mixers),
+            self.num_rows,
+            self.state_room,
+            dtype,
+            self.device,
+            0 if self.snapshots is None else self.snapshots.count,
         )
 
     @cached_property
@@ -192,6 +200,7 @@ class ModelRunner:
             window_room=None,
             shares_prefixes=False,
             host_tokens=0,
+            snapshots=None,
             offsets=torch.zeros(self.num_rows, dtype=torch.int64, device=self.device),
             borrows_states=True,
             draft_runner=None,
@@ -278,13 +287,35 @@ class ModelRunner:
         """Give an empty row room for `num_tokens` of a text, or for the longest, and what others
         have left of it. Returns how many tokens these are, fewer than the text's."""
         if self.shares_prefixes:
-            return self.caches.begin(row, text, min(num_tokens, self.max_tokens))
+            beginning = self.caches.begin(row, text, min(num_tokens, self.max_tokens))
+            self._load_state(row, beginning)
+            return beginning.num_tokens
         self.allocate(row)
         return 0
+
+    def copy_beginning(self, row: int, beginning: Beginning) -> None:
+        """Give a row that has adopted a beginning what of it is copied."""
+        self.caches.copy_beginning(row, beginning)
+        self._load_state(row, beginning)
+
+    def _load_state(self, row: int, beginning: Beginning) -> None:
+        if beginning.snapshot is not None:
+            assert self.states is not None, "it is one of them"
+            self.states.load(row, beginning.snapshot, beginning.num_tokens)
 
     def keep(self, row: int, text: CachedText) -> None:
         """Let other rows begin with the blocks of `row`, which holds the tokens of `text`."""
         self.caches.keep(row, text)
+
+    def keep_state(self, row: int, text: CachedText) -> None:
+        """Let texts that begin with `text`, whose tokens `row` holds, begin with the states after
+        them, if the caches have them."""
+        prefixes = self.caches.prefixes
+        if prefixes is None or self.states is None:
+            return
+        number = prefixes.take_snapshot(text)
+        if number is not None:
+            self.states.save(row, number, len(text))
 
     def fork(self, row: int, source: int, length: int) -> None:
         """Let an empty row of `forks` begin with the first `length` tokens of `source`."""
@@ -293,9 +324,14 @@ class ModelRunner:
 
     def release(self, row: int, text: CachedText = ()) -> None:
         """Empty a row. What it has computed of `text` stays for others, if they share prefixes."""
+        num_tokens = min(len(text), self.cache.lengths[row])
         self.caches.release(row, text)
-        if self.states is not None and not self.borrows_states:
-            self.states.forget([row])
+        if self.states is None or self.borrows_states:
+            return
+        if self.shares_prefixes:
+            for length in self.states.ends(row, num_tokens):
+                self.keep_state(row, text[:length])
+        self.states.forget([row])
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:

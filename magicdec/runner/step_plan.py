@@ -55,6 +55,7 @@ class PrefillChunk:
     start: int
     stop: int
     num_shared: int = 0  # tokens of its text that the row has from others
+    keeps_state: bool = False  # other texts begin with these tokens too, and with their state
 
     @property
     def is_first(self) -> bool:

@@ -189,6 +189,7 @@ def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
         state_room=plan.room_of_states,
         shares_prefixes=plan.shares_prefixes,
         host_tokens=plan.host_tokens,
+        snapshots=plan.snapshots,
         forks=plan.forks,
     )
     if plan.state_layers:

@@ -18,6 +18,7 @@ from magicdec.hardware.costs import (
 )
 from magicdec.kv.layer_caches import Forks, Storage, WindowRoom, storages_of
 from magicdec.kv.layer_views import LayerWindows
+from magicdec.kv.prefix_cache import SnapshotRoom
 from magicdec.kv.view import WEIGHTS_BLOCK, SinksAndWindow
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear.packed import WIDTH
@@ -136,13 +137,13 @@ class ModelPlan:
     def __post_init__(self) -> None:
         """Raises ValueError for what states of layers with linear attention do not allow."""
         obstacles = {
-            "--prefix_cache: texts that begin alike": self.shares_prefixes,
-            "stages: parts of a model": self.part.layers is not None,
+            "--kv_offload host: host memory holds": self.offloads,
+            "stages: parts of a model share": self.part.layers is not None,
         }
         refused = next((what for what, applies in obstacles.items() if applies), None)
         if refused is not None and self.model.mixers:
             raise ValueError(
-                f"{refused} share no states, which layers of {self.model.name} keep (linear "
+                f"{refused} no states, which layers of {self.model.name} keep (linear "
                 "attention); leave it out, or choose another model"
             )
 
@@ -366,12 +367,33 @@ class ModelPlan:
 
     @property
     def linear_bytes(self) -> int:
-        """Bytes of the states of layers with linear attention."""
+        """Bytes of the states of layers with linear attention, and of their snapshots."""
         mixers = self.part_model.mixers
         if not mixers:
             return 0
         numbers = StateShape.of(mixers, self.shard).row_numbers(self.room_of_states.new)
-        return self.num_rows * len(mixers) * numbers * STATE_BYTES
+        row_bytes = self.num_rows * len(mixers) * numbers * STATE_BYTES
+        return row_bytes + (
+            0 if self.snapshots is None else self.snapshots.count * self.snapshot_bytes
+        )
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of a snapshot of these states."""
+        mixers = self.part_model.mixers
+        return len(mixers) * StateShape.of(mixers, self.shard).snapshot_numbers * STATE_BYTES
+
+    @property
+    def snapshots(self) -> SnapshotRoom | None:
+        """Those that a prefix cache keeps, if layers have states: half as many bytes as of K and V,
+        but at least that of a prompt and that of a text for each row."""
+        if not (self.shares_prefixes and self.part_model.mixers):
+            return None
+        half = self.storages()[0].num_tokens * self.bytes_per_token // 2
+        count = max(2 * self.num_rows, half // self.snapshot_bytes)
+        policy = make_policy(self.config.kv)
+        rerun = policy.rerun_tokens(self.config.capacity.prompt_len)
+        return SnapshotRoom(count, max(1, policy.observed_tokens, rerun))
 
     @property
     def policy_bytes(self) -> int:

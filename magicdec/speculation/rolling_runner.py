@@ -98,7 +98,7 @@ class RollingRunner(ModelRunner):
         if not self.shares_prefixes:
             return 0
         most = min(num_tokens, self.max_tokens)
-        num_shared = self.caches.begin(row, self._lasting(text), most, self.chunk)
+        num_shared = self.caches.begin(row, self._lasting(text), most, self.chunk).num_tokens
         self._num_adopted[row] = num_shared // self.block_size
         return num_shared
 

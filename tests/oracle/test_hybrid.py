@@ -397,14 +397,69 @@ def test_drafts_change_no_token(
     assert "verified: the other pass has the 96 tokens of static" in ended.out
 
 
-def test_runs_of_a_sweep_share_prompts(
-    checkpoint: Path, command: Command, tmp_path: Path
+AGAIN = ("--kv_policy verified", "--kv_policy snapkv --reselect_every 5 --window_size 7")
+
+
+@pytest.mark.parametrize("words", AGAIN)
+def test_newest_tokens_run_again(
+    words: str, checkpoint: Path, command: Command, tmp_path: Path
 ) -> None:
-    """Rows go back as far as any of them needs: the one with the most drafts, and the one whose
-    policy runs the most tokens again."""
+    """Those of a prompt whose last part is shorter, and of texts that grow."""
+    line = [*WORKLOAD.split(), "--B", "2", "--num_batches", "1", "--draft", "self"]
+    line += ["--prefix_len", "81", "--prefill_chunk", "40", "--budget", "65", *words.split()]
+    ended = command("run", "--model", checkpoint, *line, "--out", tmp_path / "out.jsonl")
+    assert ended.code == 0, ended.err
+    assert "verified: the other pass has the 32 tokens of static" in ended.out
+
+
+SERVED = "--num_requests 5 --turns 3 --prefix_len 400 --gen_len 9 --concurrency 2 --block_tokens 16"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_turns_begin_with_the_states_of_those_before(
+    num_ranks: int, checkpoint: Path, command: Command, tmp_path: Path
+) -> None:
+    """Of a server's conversations, without and with drafts. A turn is found up to the answer
+    before it."""
+    out = tmp_path / "out.jsonl"
+    talks = [{"turns": [f"{'far ' * 9 * talk}{turn}" for turn in range(3)]} for talk in range(5)]
+    asked = tmp_path / "set.jsonl"
+    asked.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    mode = "inflight" if num_ranks == 1 else "tensor_parallel"
+    words = ["--modes", mode, f"{mode}+draft", "--draft", "self", "--budget", "17", "--gamma", "2"]
+    words += ["--prefix_cache", "--dtype", "float32", "--threads", "1", "--ignore_eos"]
+    words += [*SERVED.split(), "--dataset", f"mt_bench:{asked}"]
+    words += ["--nproc", str(num_ranks), "--out", str(out)]
+    ended = command("serve", "--model", checkpoint, *words)
+    assert ended.code == 0, ended.err
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["status"] for record in records] == ["verified"] * 2
+    for record in records:
+        assert record["metrics"]["prefix_hit_rate"] > 0.5
+
+
+def test_a_python_program_shares_prefixes(checkpoint: Path) -> None:
+    """Answers are those without a cache."""
+    generator = torch.Generator().manual_seed(6)
+    vocab = find_model("--model", str(checkpoint)).config.vocab_size
+    first = torch.randint(vocab, (70,), generator=generator).tolist()
+    outputs = list[list[list[int]]]()
+    for prefix_cache in (False, True):
+        llm = LLM(str(checkpoint), dtype="float32", threads=1, prefix_cache=prefix_cache)
+        answers = list[list[int]]()
+        prompt = [*first]
+        for _ in range(3):
+            answers.append(list(llm.submit(prompt, 12, ignore_eos=True)))
+            prompt += [*answers[-1], 5, 6, 7]
+        outputs.append(answers)
+    assert outputs[0] == outputs[1]
+
+
+def test_runs_of_a_sweep_share_prompts(checkpoint: Path, command: Command, tmp_path: Path) -> None:
+    """Rows go back as far as any of them needs, here the last one, which drafts most."""
     out = tmp_path / "out.jsonl"
     words = [*WORKLOAD.split(), "--B", "2", "--num_batches", "1", "--draft", "self"]
-    words += ["--kv_policy", "streaming_llm", "verified", "--budget", "65", "--gamma", "1", "6"]
+    words += ["--budget", "33", "--gamma", "1", "6"]
     ended = command("sweep", "run", "--model", checkpoint, *words, "--out", out)
     assert ended.code == 0, ended.err
     records = [json.loads(line) for line in out.read_text().splitlines()]
@@ -530,7 +585,7 @@ def test_the_plan_has_the_bytes_of_states(checkpoint: Path) -> None:
 
 
 REFUSED = {
-    "serve --modes inflight --prefix_cache": "--prefix_cache: texts that begin alike share no",
+    "serve --modes inflight --prefix_cache --kv_offload host": "host memory holds no states",
     "serve --modes ring --nproc 2": "--modes ring: layers of",
     "serve --modes pipeline --nproc 2": "--modes pipeline: layers of",
     "acceptance --draft self": "acceptance: layers of",
@@ -549,8 +604,3 @@ def test_what_states_do_not_allow_is_refused(
     ended = command(*line, "--out", tmp_path / "out.jsonl")
     assert ended.code != 0 and REFUSED[words] in ended.err
     assert len(ended.err.strip().splitlines()) == 1
-
-
-def test_a_python_program_is_told_too(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="prefix_cache: layers of"):
-        LLM(str(checkpoint), prefix_cache=True, threads=1)

@@ -1,6 +1,6 @@
-"""Texts of models whose layers keep states begin with those of texts that begin alike: they emit what
-they emit alone, on conversations that fork, are cancelled and preempted, whose blocks are evicted
-and whose snapshots give way to others."""
+"""Texts of models whose layers keep states begin with those of other texts, and emit what they emit
+alone: conversations that fork, are cancelled and preempted, whose blocks are evicted and whose
+snapshots give way to others."""
 
 from collections import Counter
 from dataclasses import replace
@@ -23,8 +23,10 @@ from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine.engine import Engine
+from magicdec.kv.prefix_cache import SnapshotRoom
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.transformer import Transformer
+from magicdec.runner.layer_states import StateRoom
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request, RequestStatus
 from magicdec.runner.step_plan import BatchLimits, PrefillChunk, StepPlan
@@ -32,7 +34,9 @@ from magicdec.speculation.steps.strategy import Setup, make_strategy
 
 VOCAB = 97
 BLOCK = 8
-MOST = MOST_DRAFTS + OBSERVED + 1  # tokens that go back
+SEEDS = 6
+FEWEST = 16  # that a policy runs again after a snapshot, of 5 drafts
+ROOM = StateRoom(MOST_DRAFTS + FEWEST + 6, rerun=5)
 DRAFTS = {
     "none": (None, FULL),
     "streaming_llm": ("self", KVSection("streaming_llm", 12, 4)),
@@ -42,6 +46,7 @@ DRAFTS = {
     "model": ("model", FULL),
     "lookup": ("ngram", FULL),
 }
+OBSERVING = ("snapkv", "verified", "retrieval")
 lone_outputs: dict[tuple[int, ...], list[int]] = {}
 
 
@@ -62,19 +67,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
 def runner_of(model: Transformer, num_rows: int, max_tokens: int) -> ModelRunner:
     place = SDPABackend(BLOCK), Group((0,), 0), num_rows, max_tokens
     return ModelRunner(
-        model, *place, max_following=MOST_NEW + MOST_DRAFTS + OBSERVED, most_uncommitted=MOST
+        model, *place, max_following=MOST_NEW + MOST_DRAFTS + OBSERVED, state_room=ROOM
     )
 
 
 def shared_runner(
-    model: Transformer, num_rows: int, max_tokens: int, num_blocks: int, num_snapshots: int
+    model: Transformer,
+    num_rows: int,
+    max_tokens: int,
+    num_blocks: int,
+    num_snapshots: int,
+    fewest_after: int = 1,
 ) -> ModelRunner:
     return replace(
         runner_of(model, num_rows, max_tokens),
         block_tokens=BLOCK,
         num_blocks=num_blocks,
         shares_prefixes=True,
-        num_snapshots=num_snapshots,
+        snapshots=SnapshotRoom(num_snapshots, fewest_after),
     )
 
 
@@ -95,14 +105,20 @@ def test_turns_emit_what_they_emit_alone(
     drafter: str | None, kv: KVSection, model: Transformer
 ) -> None:
     seen = Counter[str]()
-    for seed in range(6):
+    for seed in range(SEEDS):
         random = Random(seed)
         talk = draw_talk(random, False, lambda request: lone_output(model, request))
         least = -(-talk.most_tokens // BLOCK)
         num_blocks = least + random.choice((0, 1, 2, 2 * least))
         num_rows = random.randint(1, 3)
+        if seed % 2:  # all at once, in little room: some are preempted
+            num_rows = 3
+            num_blocks = least + 1
+            for request in talk.requests:
+                request.arrived_s = 0.0
         num_snapshots = random.choice((2 * num_rows, 40))
-        runner = shared_runner(model, num_rows, talk.most_tokens, num_blocks, num_snapshots)
+        sizes = num_rows, talk.most_tokens, num_blocks, num_snapshots
+        runner = shared_runner(model, *sizes, FEWEST if kv.policy in OBSERVING else 1)
         with spoiled():
             seen += serve(random, talk, runner, drafter, kv)
         for request in talk.requests:

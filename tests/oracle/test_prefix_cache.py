@@ -4,7 +4,7 @@ blocks are evicted, with and without drafts."""
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
@@ -108,7 +108,9 @@ class Talk:
     most_tokens: int
 
 
-def draw_talk(random: Random, long: bool) -> Talk:
+def draw_talk(
+    random: Random, long: bool, lone: Callable[[Request], list[int]] = lone_output
+) -> Talk:
     """Some conversations that begin with one of two texts. Each goes on from any turn before, with
     the answer that a request has alone, or with less of it."""
     size = 70 if long else 20
@@ -122,7 +124,7 @@ def draw_talk(random: Random, long: bool) -> Talk:
         request = replace(request, request_id=number)
         request.arrived_s = number * random.choice((0.0, 0.5, 3.0))
         requests.append(request)
-        answer = lone_output(request)
+        answer = lone(request)
         texts.append((*request.prompt_ids, *answer[: random.choice((len(answer), 2))]))
     most = max(len(r.prompt_ids) + r.sampling.max_new_tokens for r in requests)
     return Talk(requests, most + 1 + MOST_DRAFTS)
@@ -593,7 +595,7 @@ def test_host_memory_keeps_what_left_last() -> None:
     assert cache.evict(3) == [12, 11, 10]
     assert cache.take_moved() == [(12, 1), (11, 0), (10, 1)]
     found = cache.find([1, 2, 3, 4])
-    assert (found.num_tokens, found.num_from_host, found.num_idle) == (2, 2, 2)
+    assert (found.num_tokens, found.num_from_host, found.num_needed(2)) == (2, 2, 2)
     cache.adopt(1, found)
     for node, block in zip(found.path, (20, 21), strict=True):
         cache.come_back(node, block)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from faults.fault import Fault, Property
 
 HYBRID = "test_hybrid.py::"
+SNAPSHOTS = "test_hybrid_prefixes.py::"
 STATES = "runner/layer_states.py"
 
 PROPERTIES = (
@@ -59,6 +60,114 @@ PROPERTIES = (
                 STATES,
                 "own[layer, rows] = others[number, source].to(own.dtype)",
                 "own[layer, rows] = own[layer, rows]",
+            ),
+        ),
+    ),
+    Property(
+        "Rows go back as far as any run that shares prompts needs.",
+        f"{HYBRID}test_runs_of_a_sweep_share_prompts",
+        (
+            Fault(
+                "as far as the first run needs",
+                "systems/prefilled_batching.py",
+                "room.rewound), state_room=room.state_room)",
+                "room.rewound))",
+            ),
+        ),
+    ),
+    Property(
+        "The newest tokens of a prompt and of a text that grows run again.",
+        f"{HYBRID}test_newest_tokens_run_again",
+        (
+            Fault(
+                "only those of a prompt's last part",
+                STATES,
+                "        if not is_of_prompt:\n            moved = torch.maximum(moved, committed",
+                "        if True:\n            moved = torch.maximum(moved, committed",
+            ),
+            Fault(
+                "only those that may be rejected",
+                STATES,
+                "committed - self.room.rerun)",
+                "committed)",
+            ),
+        ),
+    ),
+    Property(
+        "A text begins with the state after what it has in common with another.",
+        f"{SNAPSHOTS}test_turns_emit_what_they_emit_alone",
+        (
+            Fault(
+                "K and V without their state",
+                "runner/model_runner.py",
+                "if beginning.snapshot is not None:",
+                "if False:",
+            ),
+            Fault(
+                "the state of the text's end in place of its prompt's",
+                STATES,
+                "held = self.kept if length == int(self.kept_lengths[row]) else self.now",
+                "held = self.now",
+            ),
+            Fault(
+                "the state before what the newest tokens wrote",
+                STATES,
+                "for position in range(base, length):",
+                "for position in range(base, base):",
+            ),
+            Fault(
+                "the convolution begins anew",
+                STATES,
+                "self.now.channels[:, row, before] = self.snapshot_channels[:, number]",
+                "self.now.channels[:, row, before] = 0",
+            ),
+            Fault(
+                "the copy is given up, and the state is taken all the same",
+                "kv/prefix_cache.py",
+                "return Beginning(num_known=self.num_known)\n        return replace",
+                "return replace(self, source=None, num_copied=0)\n        return replace",
+            ),
+        ),
+    ),
+    Property(
+        "As little is computed of a text as snapshots allow.",
+        f"{SNAPSHOTS}test_what_is_computed_of_a_turn_is_what_no_snapshot_has",
+        (
+            Fault(
+                "none where texts part",
+                "engine/scheduler.py",
+                "keeps_state = num_done < known <= stop",
+                "keeps_state = False",
+            ),
+            Fault(
+                "none at the ends of prompts",
+                STATES,
+                "return [prompt, length] if 0 < prompt < length else [length]",
+                "return [length]",
+            ),
+        ),
+    ),
+    Property(
+        "The longest beginning with a snapshot is found.",
+        "test_snapshots.py::test_a_text_begins_where_a_snapshot_was_taken",
+        (
+            Fault(
+                "the shortest in a block",
+                "kv/prefix_cache.py",
+                "at = max((at for at in child.snapshots if at <= count), default=0)",
+                "at = min((at for at in child.snapshots if at <= count), default=0)",
+            ),
+            Fault(
+                "the newest gives way",
+                "kv/prefix_cache.py",
+                "oldest = next(iter(self._taken))",
+                "oldest = next(reversed(self._taken))",
+            ),
+            Fault(
+                "the end of a text that goes on loses its own",
+                "kv/prefix_cache.py",
+                "            child.snapshots = {}\n        self._replaced",
+                "            node.snapshots = {}\n        self._replaced",
             ),
         ),
     ),
