@@ -137,7 +137,8 @@ def orthogonalize(x: Tensor) -> Tensor:
 
 def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2)
 
 
 def train_tokenizer(books: list[str], directory: Path) -> None:
