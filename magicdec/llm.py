@@ -293,7 +293,7 @@ def choose_max_tokens(
     sources = [run.source]
     draft = run.draft_source
     # A head, or a draft whose cache forgets, drafts beyond its own positions.
-    if draft is not None and draft.config.eagle is None and not is_rolling(run.config):
+    if draft is not None and not draft.config.is_head and not is_rolling(run.config):
         sources.append(draft)
     shortest = min(sources, key=lambda source: source.config.max_length)
     longest = shortest.config.max_length

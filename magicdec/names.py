@@ -42,13 +42,17 @@ STRATEGIES = {
 DRAFTERS = {
     "self": "magicdec.speculation.model_drafter:SelfDrafter",
     "model": "magicdec.speculation.model_drafter:ModelDrafter",
-    "eagle": "magicdec.speculation.eagle:EagleDrafter",
+    "eagle": "magicdec.speculation.head_drafter:HeadDrafter",
+    "mtp": "magicdec.speculation.head_drafter:HeadDrafter",
     "ngram": "magicdec.speculation.ngram:NgramDrafter",
     "ngram+self": "magicdec.speculation.mixed:MixedDrafter",
     "ngram+model": "magicdec.speculation.mixed:MixedDrafter",
     "ngram+eagle": "magicdec.speculation.mixed:MixedDrafter",
+    "ngram+mtp": "magicdec.speculation.mixed:MixedDrafter",
 }
 EAGLE = "eagle"
+MTP = "mtp"
+HEADS = (EAGLE, MTP)  # drafters that take hidden states of their target
 NGRAM_AND = "ngram+"  # a drafter that looks up first, and after which the other one is named
 # When the requests of a serving workload arrive.
 ARRIVALS = {

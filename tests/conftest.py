@@ -287,7 +287,7 @@ def make_draft(
             shares_prefixes=shares_prefixes,
         )
         return DraftModel(runner, source, chunk)
-    rewound = MOST_REWOUND if model.config.eagle is None else max_drafts + 1
+    rewound = max_drafts + 1 if model.config.is_head else MOST_REWOUND
     tail = max(chunk, rewound) + max_drafts
     runner = RollingRunner(
         *place,

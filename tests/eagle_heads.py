@@ -246,7 +246,7 @@ def load_head(directory: Path, target: Transformer, shard: Shard = Shard()) -> E
     dtype = next(target.parameters()).dtype
     head = load_transformer(source.config, source.weights, shard, None, dtype, torch.device("cpu"))
     assert isinstance(head, EagleHead)
-    head.share_embedding(target)
+    head.share(target)
     return head
 
 

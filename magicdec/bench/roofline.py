@@ -9,8 +9,9 @@ from magicdec.model.experts import Experts
 from magicdec.model.linear.packed import PackedLinear, padding_bytes
 from magicdec.model.transformer import Transformer
 
-# Not read by each forward: a few rows of tables, and a head's `fc` once for a chain of drafts.
-NOT_READ = ("embedding.", "position_embedding.", "fc.")
+# Not read by each forward: a few rows of tables, and what a draft head multiplies or norms the
+# target's states with, once for a chain of drafts.
+NOT_READ = ("embedding.", "position_embedding.", "fc.", "target_norm.")
 
 
 def weight_bytes(model: Transformer) -> int:
@@ -24,7 +25,7 @@ def weight_bytes(model: Transformer) -> int:
         if isinstance(module, PackedLinear) and not f"{name}.".startswith(NOT_READ)
     ]
     total -= sum(padding_bytes(layer.packed, layer.out_features) for layer in packed)
-    if model.has_head and model.head is None:
+    if model.has_tied_head:
         total += model.tied_head.numel() * model.tied_head.element_size()
     return total
 

@@ -191,7 +191,7 @@ def runs_of(draft: OwnSettings) -> Iterator[RunConfig]:
         lookup_corpus=base.decoding.lookup_corpus if draft.drafter.startswith(NGRAM) else None,
     )
     config = replace(base, decoding=decoding).with_draft(word if is_low_bit else draft.drafter)
-    if config.draft is not None and not config.decoding.has_head:
+    if config.draft is not None and not config.decoding.has_eagle_head:
         config = replace(config, draft=replace(config.draft, eagle_layers=None))
     if config.decoding.model_drafter is None:
         yield replace(config, kv=KVSection())

@@ -42,7 +42,7 @@ class Machine:
 class ModelTraits:
     """The facts of a model: cached head size, ALiBi, sliding window in tokens (None without), sink
     logits, what native steps do not compute of it, whether layers have states (linear attention),
-    and the target's layers that give hidden states to an EAGLE-3 head."""
+    and the target's layers that give hidden states to a draft head."""
 
     head_dim: int = 64
     has_alibi: bool = False

@@ -106,7 +106,7 @@ def resolve(
         )
         section = ResolvedDraft(
             config.draft.model,
-            config.draft.rank_group or parallel.rank_group[:1],
+            config.draft.rank_group or parallel.rank_group[: None if decoding.has_mtp_head else 1],
             draft_backend,
             choose_native_steps(config.model.native_steps, parts, draft.layer_obstacle),
             low_bit or dtype,

@@ -42,7 +42,7 @@ class ResolvedDraft:
     backend: Choice
     native_steps: Choice
     draft_dtype: str
-    state_layers: tuple[int, ...] = ()  # of the target, from which an EAGLE-3 head takes states
+    state_layers: tuple[int, ...] = ()  # of the target, from which a draft head takes states
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,19 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.config.setting import check_values
-from magicdec.names import BASELINE, DEFAULT_KV_POLICY, DRAFTERS, EAGLE, FULL_KV_POLICY, NGRAM_AND
+from magicdec.names import (
+    BASELINE,
+    DEFAULT_KV_POLICY,
+    DRAFTERS,
+    EAGLE,
+    FULL_KV_POLICY,
+    MTP,
+    NGRAM_AND,
+)
 
 MODEL = f"{MODEL_PREFIX}NAME"
 HEAD = f"{EAGLE_PREFIX}DIR"
-EAGLE_POLICIES = (FULL_KV_POLICY, DEFAULT_KV_POLICY)
+HEAD_POLICIES = (FULL_KV_POLICY, DEFAULT_KV_POLICY)
 EXAMPLES = {"model": MODEL, EAGLE: HEAD}
 
 
@@ -80,6 +88,8 @@ class RunConfig:
             strategy=BASELINE if draft == NONE else "speculative",
             drafter=None if draft == NONE else drafter,
         )
+        if decoding.has_mtp_head:
+            name = self.model.model
         section = None if name is None else replace(self.draft or DraftSection(), model=name)
         return replace(self, draft=section, decoding=decoding)
 
@@ -107,12 +117,12 @@ class RunConfig:
             check_rank_group("--draft_ranks", self.draft.rank_group, world_size, is_target=False)
             if not d.has_head:
                 check_standalone(policy)
-            elif policy not in EAGLE_POLICIES:
+            elif policy not in HEAD_POLICIES:
                 raise ValueError(
-                    f"--kv_policy {policy}: an EAGLE-3 head keeps its whole cache or a window of "
-                    f"it; choose from {', '.join(EAGLE_POLICIES)}"
+                    f"--kv_policy {policy}: a draft head keeps its whole cache or a window of it; "
+                    f"choose from {', '.join(HEAD_POLICIES)}"
                 )
-            if self.draft.eagle_layers is not None and not d.has_head:
+            if self.draft.eagle_layers is not None and not d.has_eagle_head:
                 layers = " ".join(map(str, self.draft.eagle_layers))
                 raise ValueError(
                     f"--eagle_layers {layers}: no EAGLE-3 head drafts here; leave it out"
@@ -122,7 +132,9 @@ class RunConfig:
         """Settings that exclude each other: whether they do here, and the refusal."""
         d = self.decoding
         drafter = self.decoding.drafter
-        has_draft = self.draft is not None
+        draft = self.draft
+        has_draft = draft is not None
+        draft_ranks = None if draft is None else draft.rank_group
         pa = f"--pa {d.pa}"
         return [
             (
@@ -147,6 +159,16 @@ class RunConfig:
             (
                 d.draft_weights is not None and d.model_drafter is None,
                 f"--draft_weights {d.draft_weights}: no model drafts here; leave it out",
+            ),
+            (
+                d.has_mtp_head and d.draft_weights is not None,
+                f"--draft_weights {d.draft_weights}: the head of --draft {MTP} multiplies with the "
+                "target's matrix of logits; choose --target_dtype int8, or leave it out",
+            ),
+            (
+                d.has_mtp_head and draft_ranks is not None,
+                f"--draft_ranks {' '.join(map(str, draft_ranks or ()))}: the head of --draft {MTP} "
+                "is on all ranks of the target, whose matrix of logits it shares; leave it out",
             ),
             *_refusals_of_emulation(d),
             (

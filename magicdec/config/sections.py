@@ -22,10 +22,12 @@ from magicdec.names import (
     ELEMENTWISE,
     ELEMENTWISE_BESIDE_PACKED,
     ELEMENTWISE_ON_CUDA,
+    HEADS,
     KV_DTYPES,
     KV_POLICIES,
     LINEARS,
     LOW_BIT,
+    MTP,
     NGRAM_AND,
     PORTABLE_ELEMENTWISE,
     SAME,
@@ -40,6 +42,8 @@ MODEL_PREFIX = "model:"
 EAGLE_PREFIX = f"{EAGLE}:"
 # Drafters that need a model beside the target: in `--draft`, a colon and its name follow.
 NAMED = ("model", EAGLE)
+# What drafts beside the target; the head for multi-token prediction is in the target's checkpoint.
+BESIDE_TARGET = (*NAMED, MTP)
 PLAIN = "plain"
 CHAT = "chat"
 PROMPT_FORMATS = (PLAIN, CHAT)
@@ -163,7 +167,7 @@ class AttentionSection:
 def model_drafter_of(drafter: str | None) -> str | None:
     """The part of a drafter's name that says which model drafts; None if none does."""
     name = (drafter or "").removeprefix(NGRAM_AND)
-    return name if name in (SELF, *NAMED) else None
+    return name if name in (SELF, *BESIDE_TARGET) else None
 
 
 @dataclass(frozen=True)
@@ -261,7 +265,7 @@ class DecodingSection:
 
     @property
     def model_drafter(self) -> str | None:
-        """The model that drafts, also beside prompt lookup: self, model, eagle, or None."""
+        """The model that drafts, also beside prompt lookup: self, model, eagle, mtp, or None."""
         return model_drafter_of(self.drafter)
 
     @property
@@ -272,12 +276,21 @@ class DecodingSection:
     @property
     def has_draft_model(self) -> bool:
         """Whether a model or a head beside the target drafts."""
-        return self.model_drafter in NAMED
+        return self.model_drafter in BESIDE_TARGET
 
     @property
     def has_head(self) -> bool:
-        """Whether an EAGLE-3 head drafts."""
+        """Whether a head drafts from hidden states of the target."""
+        return self.model_drafter in HEADS
+
+    @property
+    def has_eagle_head(self) -> bool:
         return self.model_drafter == EAGLE
+
+    @property
+    def has_mtp_head(self) -> bool:
+        """Whether a head drafts that is in the target's checkpoint."""
+        return self.model_drafter == MTP
 
     @property
     def max_draft_forwards(self) -> int:
@@ -442,7 +455,8 @@ class DraftSection:
     )
     rank_group: tuple[int, ...] | None = setting(
         None,
-        "The ranks that hold the draft, in shard order. Default: the first of the target's.",
+        "The ranks that hold the draft, in shard order. Default: the first of the target's; of "
+        "mtp all of them.",
         "--draft_ranks",
     )
     eagle_layers: tuple[int, ...] | None = setting(
@@ -531,8 +545,9 @@ class DraftChoice:
     draft: str = setting(
         "self",
         "What proposes draft tokens: self (the model itself, with a small part of its KV cache), "
-        "model:NAME (a smaller model, named as --model is), eagle:DIR (an EAGLE-3 head), ngram "
-        "(text of the prompt and the output), ngram+self, ngram+model:NAME or ngram+eagle:DIR (a "
+        "model:NAME (a smaller model, named as --model is), eagle:DIR (an EAGLE-3 head), mtp "
+        "(the head for multi-token prediction in the model's own checkpoint), ngram (text of the "
+        "prompt and the output), ngram+self, ngram+model:NAME, ngram+eagle:DIR or ngram+mtp (a "
         "lookup where it promises more, else the model), or none. Commands that serve requests "
         "serve them without drafts too. In acceptance settings may follow that take the place of "
         "the command's for this draft: self,kv_policy=snapkv,budget=257.",

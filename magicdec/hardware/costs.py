@@ -137,6 +137,8 @@ def matrices(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
         shapes += experts_of_layer(config, shard) if has_experts else mlp
         shapes += shared_expert(config, shard) if has_experts else []
     shapes.append((head, hidden))
+    if config.is_mtp:
+        return [(hidden, 2 * hidden), *shapes]
     if config.eagle is None:
         return shapes
     states = config.eagle.num_states * config.eagle.state_size
@@ -294,7 +296,7 @@ def stored_bytes(
 ) -> int:
     """Bytes of one rank's weights, possibly without the embedding, or without last norm and head.
     The embedding is whole on every rank; a tied head is part of it, unless packing or low-bit
-    weights copy it."""
+    weights copy it. A head for multi-token prediction has no matrix of logits of its own."""
     c = model
     is_tied = model.tie_word_embeddings
     first, last = shard.split(c.vocab_size)
@@ -303,7 +305,7 @@ def stored_bytes(
     stored = weight_bytes(c, shard, size, low_bit) - ends
     if has_head:
         stored += ends - embedding_norm
-        if is_tied and not (is_packed or low_bit):
+        if c.is_mtp or (is_tied and not (is_packed or low_bit)):
             stored -= (last - first) * c.hidden_size * size
     if has_embedding or (has_head and is_tied and not low_bit):
         stored += c.embedding_rows * c.hidden_size * size

@@ -179,8 +179,12 @@ class ModelConfig:
     `stored_bytes`: those of a weight of a checkpoint whose matrices are numbers in groups, with
     scales, on average over its layers; `plain_share` of their weights are plain numbers, and so are
     `cut_share` where several ranks share a layer. `head_bytes`: of a weight of the head, None if it
-    is plain. `eagle`: of a head that drafts for another model, None of a model. `planned_only`:
-    what its config has that nothing here computes, and only `magicdec plan` counts."""
+    is plain. `planned_only`: what its config has that nothing here computes, and only
+    `magicdec plan` counts.
+
+    `num_mtp_layers`: layers of a head for multi-token prediction beside the model, which drafts if
+    it is asked to. `is_mtp`: the config is that of this head (`mtp_config`). `eagle`: of an EAGLE-3
+    head, None of a model."""
 
     name: str
     vocab_size: int
@@ -220,6 +224,8 @@ class ModelConfig:
     plain_share: float = 0.0
     cut_share: float = 0.0
     head_bytes: float | None = None
+    num_mtp_layers: int = 0
+    is_mtp: bool = False
     eagle: EagleConfig | None = None
     planned_only: str = ""
 
@@ -253,6 +259,25 @@ class ModelConfig:
         kinds = self.layer_kinds
         kinds = kinds if len(kinds) == 1 else kinds[layers.start : layers.stop]
         return replace(self, num_layers=len(layers), layer_kinds=kinds)
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it is a head, which drafts for another model from its hidden states."""
+        return self.is_mtp or self.eagle is not None
+
+    def mtp_config(self) -> ModelConfig:
+        """The config of the head for multi-token prediction: layers with attention. Its embedding
+        and the matrix of its logits are the model's."""
+        return replace(
+            self,
+            num_layers=self.num_mtp_layers,
+            layer_kinds=(LayerKind(),),
+            tie_word_embeddings=False,
+            stored_bytes=None,
+            head_bytes=None,
+            num_mtp_layers=0,
+            is_mtp=True,
+        )
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -354,6 +379,8 @@ class ModelConfig:
         per_layer += 2 * per_norm * self.post_norms
         num_normed = sum(kind.mixer is None for kind in self.kinds) * self.qk_norm
         in_layers = self.num_layers * per_layer + num_normed * 2 * self.head_dim
+        if self.is_mtp:  # also of the embedding, and of the state
+            return in_layers + 3 * per_norm
         if self.eagle is None:
             return in_layers + per_norm
         states_width = self.eagle.num_states * self.eagle.state_size
@@ -364,7 +391,7 @@ class ModelConfig:
     def embedding_rows(self) -> int:
         """Tokens that the model's own embedding has; a draft head may take the target's."""
         if self.eagle is None:
-            return self.vocab_size
+            return 0 if self.is_mtp else self.vocab_size
         return self.eagle.target_vocab_size * self.eagle.has_embedding
 
     @property

@@ -1,11 +1,8 @@
 """EagleHead: a head that drafts from hidden states of its target (EAGLE-3: Li et al., arXiv
 2503.01840, section 3; EAGLE-3.1, arXiv 2605.09992).
 
-Slot i takes the target's states of token i and the embedding of token i + 1, and predicts token
-i + 2. Its states are those after some of the target's layers, concatenated and multiplied by `fc`.
-Where a draft has no states of the target, it takes the head's own output of the slot before.
-
-Shapes: B rows, T slots, N states of the target, S numbers of a state, H hidden size.
+Its states are those after some of the target's layers, concatenated and multiplied by `fc`. Shapes
+are those of `draft_head.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ from torch import Tensor, nn
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.block import Attend, Block, RMSNorm, add_norm, make_norm
 from magicdec.model.config import ModelConfig
+from magicdec.model.draft_head import DraftHead
 from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.gated_delta import Remember
 from magicdec.model.linear.packed import Linear, Reduce
@@ -57,11 +55,8 @@ class FirstBlock(Block):
         return x, self.mlp(normed, reduce)
 
 
-class EagleHead(Transformer):
-    """A head, as a model from [embedding, state] (`pair`) to its output. `target_ids` [draft
-    vocabulary] are the target's ids of what it predicts; `embedding` may be the target's."""
-
-    target_ids: Tensor
+class EagleHead(DraftHead):
+    """A head from [embedding, state] [B, T, 2 H]. `embedding` may be the target's."""
 
     def __init__(
         self,
@@ -91,19 +86,15 @@ class EagleHead(Transformer):
         self.head: Linear = nn.Linear(config.hidden_size, last - first, bias=False)
         self.norm_output = eagle.norm_output
 
-    def share_embedding(self, target: Transformer) -> None:
-        """Take the embedding of the target, if the head has none of its own."""
+    def share(self, target: Transformer) -> None:
         assert self.config.eagle is not None, "the config of a head"
         if not self.config.eagle.has_embedding:
             self.embedding = target.embedding
 
     def pair(self, token_ids: Tensor, state: Tensor) -> Tensor:
-        """The input [B, T, 2 H] of slots: the embeddings of token ids [B, T], and `state` [B, T,
-        H], which is `reduced` or comes from `read_out`."""
         return torch.cat([self.embedding(token_ids), state], dim=-1)
 
     def reduced(self, states: Tensor) -> Tensor:
-        """[B, T, H] from the target's states [B, T, N, S]."""
         if len(self.fc_norm):
             parts = zip(self.fc_norm, states.unbind(2), strict=True)
             states = torch.stack([norm(part.contiguous()) for norm, part in parts], dim=2)
@@ -114,8 +105,6 @@ class EagleHead(Transformer):
         return reduced
 
     def read_out(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's logits [B, T, its draft vocabulary] of an output [B, T, H], and the state
-        that the next draft takes."""
         normed = self.norm(output)
         logits: Tensor = self.head(normed)
         return logits, normed if self.norm_output else output

@@ -189,7 +189,7 @@ class Transformer(nn.Module):
         if self.is_last and num_outputs == 0:
             return x.new_empty(*x.shape[:2], self.width_out)
         if self.is_last and self.has_head:
-            return self._multiply_head(add_norm(self.norm, x, y)[1])
+            return self.multiply_head(add_norm(self.norm, x, y)[1])
         return x + y
 
     @property
@@ -200,9 +200,15 @@ class Transformer(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """This rank's logits [B,T,V] from hidden states [B,T,hidden] after the last layer."""
-        return self._multiply_head(self.norm(x))
+        return self.multiply_head(self.norm(x))
 
-    def _multiply_head(self, x: Tensor) -> Tensor:
+    @property
+    def has_tied_head(self) -> bool:
+        """Whether logits are products with rows of the embedding (`tied_head`)."""
+        return self.has_head and self.head is None
+
+    def multiply_head(self, x: Tensor) -> Tensor:
+        """This rank's logits [B,T,V] of normed states [B,T,hidden]."""
         logits: Tensor = F.linear(x, self.tied_head) if self.head is None else self.head(x)
         return logits
 
@@ -254,7 +260,7 @@ class Transformer(nn.Module):
         """Pack the weights of all linear layers for `packed.cpp`; `rounds` as in PackedLinear.
         Raises ValueError unless bfloat16, float32 or in groups."""
         exchange(self, partial(pack, rounds=rounds))
-        if self.has_head and self.head is None:
+        if self.has_tied_head:
             self.head = PackedLinear(self.tied_head)
 
     def with_linears(self, make: Callable[[Linear], Linear]) -> Transformer:
@@ -269,7 +275,7 @@ class Transformer(nn.Module):
         ]
         memo |= {id(layer): make(layer) for layer in layers}
         other = deepcopy(self, memo)
-        if other.has_head and other.head is None:
+        if other.has_tied_head:
             head = nn.Linear(1, 1, bias=False, device="meta")
             head.weight = nn.Parameter(self.tied_head, requires_grad=False)
             other.head = make(head)

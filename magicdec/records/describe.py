@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from magicdec.names import BASELINE, EAGLE, FULL_KV_POLICY, NARROW
+from magicdec.names import BASELINE, EAGLE, FULL_KV_POLICY, MTP, NARROW
 from magicdec.output.tables import Line
 from magicdec.records.comparison.conditions import kv_dtype_of, policy_of
 from magicdec.records.correctness import (
@@ -36,7 +36,8 @@ def method_of(config: dict[str, Any]) -> str:
     decoding = config["decoding"]
     if decoding["strategy"] == BASELINE or decoding["drafter"] is None:
         return BASELINE
-    names = {"model": "standalone draft", "self": "self-speculation", EAGLE: "EAGLE-3 head"}
+    names = {"model": "standalone draft", "self": "self-speculation"}
+    names |= {EAGLE: "EAGLE-3 head", MTP: "multi-token prediction"}
     looked_up, plus, last = decoding["drafter"].rpartition("+")
     drafter = looked_up + plus + names.get(last, f"{last} draft")
     weights = decoding.get("draft_weights")

@@ -14,7 +14,7 @@ from magicdec.kv.layout import POOL_DTYPES
 from magicdec.model.checkpoint.finite import WeightsRefused
 from magicdec.model.checkpoint.quantization import low_bit_copy
 from magicdec.model.checkpoint.source import ModelSource, load_transformer
-from magicdec.model.eagle import EagleHead
+from magicdec.model.draft_head import DraftHead
 from magicdec.model.transformer import Transformer
 from magicdec.names import ELEMENTWISE, NARROW, PACKED, load_named
 from magicdec.output.console import Progress
@@ -230,10 +230,10 @@ def make_draft(
         plan = plan.with_forks(num_forks)
         runner = make_runner(plan, source, groups.draft, models)
         keep_queries(runner, config.kv)
-        if isinstance(runner.model, EagleHead):
+        if isinstance(runner.model, DraftHead):
             target_plan = ModelPlan(config, run.source.config, groups.target.ranks, groups.rank)
             model = models.get(run.source, groups.target, target_plan.kinds)
-            runner.model.share_embedding(model)
+            runner.model.share(model)
     first = groups.target.ranks.index(config.draft.rank_group[0])
     is_rolling = make_policy(config.kv).can_roll
     return DraftModel(runner, first, config.attention.prefill_chunk, is_rolling)

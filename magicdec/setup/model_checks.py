@@ -38,7 +38,7 @@ def check_draft(config: ResolvedConfig, target: ModelSource, draft: ModelSource)
     )
     draft_flag = flag_of(config.run_config.draft, "model")
     label = f"{draft_flag} {draft.name}"
-    if draft.config.eagle is None:  # heads are used beyond the length that they were trained at
+    if not draft.config.is_head:  # heads are used beyond the length that they were trained at
         target_label = f"{flag_of(config.run_config.model, 'model')} {target.name}"
         check_vocabularies(label, draft, target_label, target)
         check_reach(config, label, draft)

@@ -205,14 +205,14 @@ class ModelPlan:
     @property
     def tail(self) -> int:
         """Tokens after the window of a cache that forgets: a chunk of a prompt, or drafts and, of
-        an EAGLE-3 head, slots that are filled again."""
+        a draft head, slots that are filled again."""
         chunk = min(self.config.attention.prefill_chunk, self.config.capacity.prompt_len)
         return max(chunk, self.most_rewound) + self.config.decoding.max_gamma
 
     @property
     def most_rewound(self) -> int:
         """Tokens by which a row of such a cache may be rewound before its window."""
-        return MOST_REWOUND if self.model.eagle is None else self.config.decoding.max_gamma + 1
+        return self.config.decoding.max_gamma + 1 if self.model.is_head else MOST_REWOUND
 
     @property
     def windows(self) -> LayerWindows:
@@ -331,7 +331,7 @@ class ModelPlan:
             (-(-outputs // WIDTH) * WIDTH * -(-inputs // part) * part - outputs * inputs, inputs)
             for outputs, inputs in matrices(self.part_model, self.shard)
         ]
-        if not has_head:
+        if not has_head or self.model.is_mtp:  # whose matrix of logits is the target's
             missing[-1] = 0, 1
         if low_bit == STORED:
             shapes = [(number, 1) for number, _ in missing]
@@ -437,7 +437,7 @@ class ModelPlan:
 
     @property
     def state_layers(self) -> tuple[int, ...]:
-        """The layers whose hidden states this rank keeps for an EAGLE-3 head."""
+        """The layers whose hidden states this rank keeps for a draft head."""
         draft = self.config.draft
         if self.is_draft:
             return ()

@@ -17,13 +17,14 @@ from magicdec.config.sections import CHAT, DraftSection, ModelSection, OutputSec
 from magicdec.config.setting import declared
 from magicdec.distributed.groups import Launch, check_equal
 from magicdec.hardware.environment import probe_machine
+from magicdec.model.checkpoint.mtp_weights import find_mtp_head
 from magicdec.model.checkpoint.source import ModelSource, find_model, fingerprint
 from magicdec.model.config import ModelConfig
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
-from magicdec.names import STORED
+from magicdec.names import MTP, STORED
 from magicdec.records.workload import ModelRecord, WorkloadRecord
 from magicdec.runner.native_steps.descriptions import layer_obstacle
-from magicdec.setup.eagle_checks import check_head, check_kind, check_target, state_layers
+from magicdec.setup.head_checks import check_head, check_kind, check_target, state_layers
 from magicdec.setup.memory_check import check_memory, check_together, free_device_memory, planned
 from magicdec.setup.memory_plan import MemoryPlan, Models
 from magicdec.setup.model_checks import check_bos, check_draft, check_fits, check_interpreter
@@ -165,7 +166,14 @@ def find(
         return cache.get(("model", name), lambda: find_model(flag, name))
 
     source = find_source(run_config.model)
-    draft = None if run_config.draft is None else find_source(run_config.draft)
+    draft: ModelSource | None = None
+    if run_config.draft is not None and run_config.decoding.has_mtp_head:
+        flag = flag_of(run_config.draft, "model")
+        draft = cache.get(
+            ("mtp head", run_config.model.model), lambda: find_mtp_head(f"{flag} {MTP}", source)
+        )
+    elif run_config.draft is not None:
+        draft = find_source(run_config.draft)
     machine = cache.get(("machine",), lambda: probe_machine(launch))
     run_config = as_stored(run_config, source, draft)
     return resolve_run(run_config, launch, machine, source, draft, placement, capacity)
@@ -186,7 +194,7 @@ def resolve_run(
     if draft is not None:
         check_kind(run_config, draft)
         draft_traits = traits_of(draft.config)
-        if draft.config.eagle is not None:
+        if draft.config.is_head:
             check_head(source, draft, placement.is_staged)
             layers = state_layers(run_config, source, draft)
             draft_traits = replace(draft_traits, state_layers=layers)

@@ -286,7 +286,7 @@ class Rank:
         assert draft.runner is not None
         draft.runner.executor = runner.executor
         if isinstance(runner.model, EagleHead):
-            runner.model.share_embedding(target)
+            runner.model.share(target)
         return draft
 
 

@@ -147,6 +147,6 @@ def test_no_more_is_refused_than_a_draft_that_nothing_verifies() -> None:
         if drafter.endswith("model") and policy in ("verified", "retrieval"):
             assert f"--kv_policy {policy}: a standalone draft is never verified itself" in message
         elif drafter.endswith(EAGLE) and policy not in ("full", "streaming_llm"):
-            assert f"--kv_policy {policy}: an EAGLE-3 head keeps its whole cache" in message
+            assert f"--kv_policy {policy}: a draft head keeps its whole cache" in message
         else:
             assert message == ""

@@ -18,7 +18,7 @@ from magicdec.engine.engine import Engine
 from magicdec.runner.request import StepOutput
 from magicdec.runner.sampling.sampling import make_params
 from magicdec.setup.prepare import complete
-from magicdec.speculation.eagle import EagleDrafter
+from magicdec.speculation.head_drafter import HeadDrafter
 from magicdec.systems.observer import PassObserver
 
 WORKLOAD = "--prefix_len 160 --gen_len 33 --B 3 --dtype float32 --threads 1 --ignore_eos"
@@ -214,13 +214,13 @@ def test_a_window_of_a_head_depends_on_how_many_tokens_a_step_commits(
 ) -> None:
     """Where a run fills the slots of a step before it drafts, so that the window of the first draft
     begins where that of the table does, all verifications are equal."""
-    begin = EagleDrafter.__init__
+    begin = HeadDrafter.__init__
 
-    def begin_with_one_slot(drafter: EagleDrafter, *place: Any, **named: Any) -> None:
+    def begin_with_one_slot(drafter: HeadDrafter, *place: Any, **named: Any) -> None:
         begin(drafter, *place, **named)
         drafter.pending = (1,)
 
-    monkeypatch.setattr(EagleDrafter, "__init__", begin_with_one_slot)
+    monkeypatch.setattr(HeadDrafter, "__init__", begin_with_one_slot)
     words = f"{NOT_OF_TEXT[WINDOWED_HEAD]} --gamma {MOST}"
     pairs = pairs_of(command, monkeypatch, tmp_path, table[WINDOWED_HEAD], words)
     assert len(pairs) > 12 and [ours for ours, _ in pairs] == [theirs for _, theirs in pairs]

@@ -67,7 +67,7 @@ def emitted(
     if drafter == EAGLE:
         head = load("demo-eagle", device, elementwise)
         assert isinstance(head, EagleHead)
-        head.share_embedding(target)
+        head.share(target)
         runner.observers.append(HiddenStates.of(runner, DEMO_STATES))
         draft = make_draft(
             head, kv, len(PROMPTS), total, make_backend(backend), block_size=BLOCK_SIZE

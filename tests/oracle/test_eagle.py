@@ -35,7 +35,7 @@ from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.runner.request import Batch
 from magicdec.runner.sampling.model_tokens import Proposal
 from magicdec.speculation.drafter import DraftShape
-from magicdec.speculation.eagle import EagleDrafter
+from magicdec.speculation.head_drafter import HeadDrafter
 from magicdec.speculation.steps.speculative import Speculative
 from magicdec.speculation.steps.strategy import Setup, make_strategy
 
@@ -122,7 +122,7 @@ def test_drafts_equal_the_definition(
     engine = Engine(runner, 16)
     engine.prefill(requests)
     strategy = make_strategy("speculative", Setup(runner, decoding, kv, draft=draft))
-    assert isinstance(strategy, Speculative) and isinstance(strategy.drafter, EagleDrafter)
+    assert isinstance(strategy, Speculative) and isinstance(strategy.drafter, HeadDrafter)
     strategy.admit(Batch(tuple(requests)))
     # Of some steps, target tokens stand in for the drafts, so that they are accepted.
     definition = {i: PlainHead(TARGET, form, weights, plain) for i in range(len(LENGTHS))}
@@ -204,7 +204,7 @@ def test_a_head_samples_and_is_penalised_in_the_ids_of_its_target(
     Engine(runner, 16).prefill(requests)
     decoding = DecodingSection("speculative", "eagle", GAMMA)
     strategy = make_strategy("speculative", Setup(runner, decoding, KVSection("full"), draft=draft))
-    assert isinstance(strategy, Speculative) and isinstance(strategy.drafter, EagleDrafter)
+    assert isinstance(strategy, Speculative) and isinstance(strategy.drafter, HeadDrafter)
     strategy.admit(Batch(tuple(requests)))
     batch = DeviceBatch.of(Batch(tuple(requests)), TARGET.vocab_size, runner.device)
     pending = strategy.drafter.prepare(requests, GAMMA)
@@ -254,14 +254,14 @@ def test_a_native_chain_drafts_the_same(
 ) -> None:
     """A chain in one native call has the bits of one that calls each layer."""
     drafted = list[list[list[int]]]()
-    propose = EagleDrafter.propose
+    propose = HeadDrafter.propose
 
-    def noted(drafter: EagleDrafter, batch: DeviceBatch, shape: DraftShape) -> Proposal:
+    def noted(drafter: HeadDrafter, batch: DeviceBatch, shape: DraftShape) -> Proposal:
         proposal = propose(drafter, batch, shape)
         drafted.append(proposal.ids.tolist())
         return proposal
 
-    monkeypatch.setattr(EagleDrafter, "propose", noted)
+    monkeypatch.setattr(HeadDrafter, "propose", noted)
     write_head(tmp_path, TARGET, form, seed=1)
     size = len(LENGTHS), max(LENGTHS) + 40 + GAMMA
     found = []

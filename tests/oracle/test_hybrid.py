@@ -16,6 +16,7 @@ from conftest import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tiny_hybrids import KINDS, save_with_tokenizer, the_model
 from torch import Tensor
 
 from magicdec.attention.sdpa import SDPABackend
@@ -44,48 +45,6 @@ MOST = 6  # tokens that go back
 SIZES = (2, 4, 8, 16)  # key heads, value heads, sizes of a key and of a value
 
 
-# Classes of transformers, their configs, and what these have of their own.
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-EXPERTS |= {"shared_expert_intermediate_size": 40}
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", {"intermediate_size": 64}),
-    "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeTextConfig", EXPERTS),
-    "Qwen3NextForCausalLM": ("Qwen3NextConfig", EXPERTS),
-}
-
-
-def the_model(
-    vocab_size: int, kind: str = "Qwen3_5ForCausalLM", layer_types: list[str] | None = None
-) -> Any:
-    """A tiny model of transformers, whose states and gates matter."""
-    torch.manual_seed(0)
-    config_name, own = KINDS[kind]
-    config = getattr(transformers, config_name)(
-        vocab_size=vocab_size,
-        hidden_size=48,
-        num_hidden_layers=4 if layer_types is None else len(layer_types),
-        layer_types=layer_types,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=8,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        **own,
-    )
-    model = getattr(transformers, kind)(config).eval().float()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or "A_log" in name or "dt_bias" in name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-            elif parameter.ndim > 1:
-                parameter.mul_(3)
-    return model
-
-
 @pytest.fixture(scope="module")
 def reference() -> Any:
     return the_model(97)
@@ -108,12 +67,6 @@ def checkpoint(
     folder = tmp_path_factory.mktemp("with_tokenizer")
     save_with_tokenizer(the_model(vocab_size), folder, tiny_checkpoint)
     return folder
-
-
-def save_with_tokenizer(model: Any, folder: Path, other: Path) -> None:
-    model.save_pretrained(folder)
-    for path in other.glob("token*"):
-        (folder / path.name).write_bytes(path.read_bytes())
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from magicdec.model.checkpoint.source import find_model
 from magicdec.model.config import EagleConfig, ModelConfig
 from magicdec.output.console import Silent
 from magicdec.runner.observers.hidden_states import HiddenStates
-from magicdec.setup.eagle_checks import check_head, state_layers
+from magicdec.setup.head_checks import check_head, state_layers
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
 from magicdec.setup.memory_plan import model_plans_of, plan_of
 from magicdec.setup.prepare import SetupCache, find
@@ -231,7 +231,7 @@ CASES: dict[str, tuple[HeadForm, ModelConfig, Callable[[Path], None], str, str]]
         TARGET,
         nothing,
         "--kv_policy snapkv --budget 40",
-        "--kv_policy snapkv: an EAGLE-3 head keeps its whole cache or a window of it; choose from",
+        "--kv_policy snapkv: a draft head keeps its whole cache or a window of it; choose from",
     ),
 }
 

@@ -48,7 +48,7 @@ def why_ignored(config: RunConfig, setting: str) -> str | None:
         return "nothing is looked up"
     if section == "draft" and not decoding.has_draft_model:
         return "no other model drafts"
-    if setting == "draft.eagle_layers" and not decoding.has_head:
+    if setting == "draft.eagle_layers" and not decoding.has_eagle_head:
         return "no EAGLE-3 head drafts here"
     if setting == "decoding.draft_weights" and decoding.model_drafter is None:
         return f"drafts of {decoding.drafter} have no weights"

@@ -27,8 +27,7 @@ TOLD = "told"
 def is_exempt(source: ModelSource) -> bool:
     """Whether a source needs no comparison: tests compare packaged models, random weights are
     untrained, and what a draft head proposes is verified."""
-    is_head = source.config.eagle is not None
-    return source.is_random or is_head or source.name in DEMO_DIRECTORIES
+    return source.is_random or source.config.is_head or source.name in DEMO_DIRECTORIES
 
 
 def outcome_of(source: ModelSource) -> str | None:

@@ -41,6 +41,7 @@ from magicdec.model.checkpoint.weight_map import (
     weight_map,
 )
 from magicdec.model.config import ModelConfig
+from magicdec.model.draft_head import DraftHead
 from magicdec.model.eagle import EagleHead
 from magicdec.model.families.family import check_computed, find_family
 from magicdec.model.gguf.named import is_gguf
@@ -52,6 +53,7 @@ from magicdec.model.linear.grouped import (
     stack_rows,
 )
 from magicdec.model.linear.packed import PartialLinear
+from magicdec.model.mtp import MtpHead
 from magicdec.model.presets.presets import (
     DEMO_DIRECTORIES,
     RANDOM_PREFIX,
@@ -119,7 +121,7 @@ def _problems(
             mistyped[name] = f"is stored as {stored.dtype}, expected floating-point"
     for name, stored in source.tensors.items():
         is_known = name in expected or name == tied_head or name.endswith(family.buffers)
-        if is_known or name.startswith(family.other_parts):
+        if is_known or (name.startswith(family.other_parts) and not config.is_head):
             continue
         if _is_bias(name, expected) and not source.read(name).any():
             continue
@@ -239,9 +241,8 @@ def load_transformer(
     elif isinstance(source, RandomWeights):
         source = source.on(device)
     config = untie_head(config) if stored_as else config
-    kind = Transformer if config.eagle is None else EagleHead
     with torch.device("meta"):
-        model = kind(config, shard, layers, has_ends)
+        model = _kind_of(config)(config, shard, layers, has_ends)
     for parameter, pieces in weight_map(config, shard, layers, has_ends).items():
         module_name, _, leaf = parameter.rpartition(".")
         module = model.get_submodule(module_name)
@@ -256,9 +257,15 @@ def load_transformer(
         _fill(tensor, pieces, source)
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
     assert not any(parameter.is_meta for parameter in model.parameters()), "a weight was not loaded"
-    if isinstance(model, EagleHead):
+    if isinstance(model, DraftHead):
         model.target_ids = target_ids(config, source).to(device)
     return model.eval()
+
+
+def _kind_of(config: ModelConfig) -> type[Transformer]:
+    if config.is_mtp:
+        return MtpHead
+    return Transformer if config.eagle is None else EagleHead
 
 
 def _grouped(

@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.config import ROUTER, SHARED_GATE, LayerKind, ModelConfig
-from magicdec.model.families.family import Names, find_family
+from magicdec.model.families.family import MTP_PREFIX, Names, find_family
 from magicdec.model.mixers import LinearAttention
 from magicdec.output.files import load_json
 
@@ -79,8 +79,8 @@ def weight_map(
     by rows."""
     table = _Table(config, shard)
     names = table.names
-    if config.eagle is not None:
-        table.eagle_head(layers)
+    if config.is_head:
+        table.mtp_head(layers) if config.is_mtp else table.eagle_head(layers)
         return table.pieces
     has_embedding = layers.start == 0 if has_ends is None else has_ends
     has_head = layers.stop == config.num_layers if has_ends is None else has_ends
@@ -139,9 +139,20 @@ class _Table:
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         self.config = config
         self.shard = shard
-        self.names: Names = find_family(config.architecture).names(config)
+        names = find_family(config.architecture).names(config)
+        self.names: Names = names.of_mtp_head() if config.is_mtp else names
         self.query_heads, self.kv_heads = shard.heads(config.num_heads, config.num_kv_heads)
         self.pieces: dict[str, list[Piece]] = {}
+
+    def mtp_head(self, layers: range) -> None:
+        c = self.config
+        self.norm("norm", self.names.norm)
+        self.norm("token_norm", f"{MTP_PREFIX}pre_fc_norm_embedding")
+        self.norm("state_norm", f"{MTP_PREFIX}pre_fc_norm_hidden")
+        whole = [(f"{MTP_PREFIX}fc", (0, c.hidden_size), c.hidden_size)]
+        self.column_parallel("projection", whole, False, inputs=2 * c.hidden_size)
+        for index in layers:
+            self.layer(f"blocks.{index}", self.names.layer.format(index), c.kinds[index])
 
     def eagle_head(self, layers: range) -> None:
         c = self.config

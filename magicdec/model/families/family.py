@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.fields import ConfigFields
 from magicdec.names import ARCHITECTURES, DRAFT_HEADS, PLANNED, load_named
 
+MTP_PREFIX = "mtp."  # of the tensors of a head for multi-token prediction
 PACKINGS = ("separate", "stacked", "grouped")
 
 
@@ -61,6 +62,10 @@ class Names:
         assert self.packing in PACKINGS and len(self.qkv) == (
             3 if self.packing == "separate" else 1
         )
+
+    def of_mtp_head(self) -> Names:
+        """Those of the model's head for multi-token prediction."""
+        return replace(self, layer=f"{MTP_PREFIX}layers.{{}}.", norm=f"{MTP_PREFIX}norm")
 
 
 @dataclass(frozen=True)

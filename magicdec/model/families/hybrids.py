@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from magicdec.model.config import ExpertsConfig, LayerKind, ModelConfig, RopeConfig
-from magicdec.model.families.family import Family, Names
+from magicdec.model.families.family import MTP_PREFIX, Family, Names
 from magicdec.model.families.fields import ConfigFields, only, size, switch
 from magicdec.model.families.planned import (
     NEXT_TOKENS,
@@ -43,8 +43,8 @@ def partial_rope(raw: ConfigFields, head_dim: int, share: float) -> RopeConfig:
 
 
 def read_qwen(raw: ConfigFields) -> dict[str, Any]:
-    """Three layers of linear attention, then one of gated attention. Layers that draft further
-    tokens are left out."""
+    """Three layers of linear attention, then one of gated attention, and the number of those of
+    the head for multi-token prediction."""
     uncounted_quantization(raw)
     for field in NEXT_TOKENS:
         raw.get(field)
@@ -80,7 +80,16 @@ def read_qwen(raw: ConfigFields) -> dict[str, Any]:
         "layer_kinds": tuple(LayerKind(mixer=mixer_of[kind]) for kind in types),
         "qk_norm": True,
         "gated_attention": True,
+        "num_mtp_layers": mtp_layers(raw),
     }
+
+
+def mtp_layers(raw: ConfigFields) -> int:
+    """One where the config does not say it, as in some of Qwen3-Next."""
+    fields = "mtp_num_hidden_layers", "num_nextn_predict_layers"
+    if any(raw.get(field) == 0 for field in fields):
+        return 0
+    return size(raw, *fields, default=1)
 
 
 def read_dense(raw: ConfigFields) -> dict[str, Any]:
@@ -123,7 +132,7 @@ def next_names(config: ModelConfig) -> Names:
     return Names(norm_offset=1.0, linear_by_key_head=True)
 
 
-OTHER_PARTS = ("model.visual.", "mtp.")
+OTHER_PARTS = ("model.visual.", MTP_PREFIX)
 QWEN3_5 = Family("qwen3_5_text", read_dense, names, other_parts=OTHER_PARTS)
 QWEN3_5_MOE = Family("qwen3_5_moe_text", read_mixture_3_5, names, other_parts=OTHER_PARTS)
 QWEN3_NEXT = Family("qwen3_next", read_mixture, next_names, other_parts=OTHER_PARTS)

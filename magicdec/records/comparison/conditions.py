@@ -14,7 +14,7 @@ from magicdec.config.capabilities import policy_called
 from magicdec.config.run_config import join_draft
 from magicdec.config.sections import NONE, KVSection, SamplingSection, model_drafter_of
 from magicdec.config.setting import declared
-from magicdec.names import BASELINE, KV_POLICIES
+from magicdec.names import BASELINE, KV_POLICIES, MTP
 from magicdec.output.console import printable
 from magicdec.records.drafted import EVERY_POSITION, JudgedRecord
 from magicdec.records.pass_record import is_greedy
@@ -243,11 +243,12 @@ def _flags_of_ranks(config: Mapping[str, Any], num_ranks: int | None) -> list[st
         return []
     usual = list(range(number))
     ranks = list(parallel.get("rank_group") or usual)
-    draft_ranks = list(draft.get("rank_group") or ranks[:1])
+    of_draft = ranks if model_drafter_of(config["decoding"]["drafter"]) == MTP else ranks[:1]
+    draft_ranks = list(draft.get("rank_group") or of_draft)
     words = [f"--nproc {number}"]
     for flag, given, default in (
         ("--rank_group", ranks, usual),
-        ("--draft_ranks", draft_ranks, ranks[:1]),
+        ("--draft_ranks", draft_ranks, of_draft),
     ):
         words += [] if given == default else [f"{flag} {' '.join(map(str, given))}"]
     return words

@@ -257,6 +257,7 @@ def layer_obstacle(config: ModelConfig) -> str | None:
         "a norm after the embedding": config.embedding_norm,
         "linear attention": bool(config.mixers),
         "gates of attention": config.gated_attention,
+        "a head for multi-token prediction": config.is_mtp,
         f"hidden size {config.hidden_size}, which is odd": config.hidden_size % 2 == 1,
     }
     return next((part for part, applies in obstacles.items() if applies), None)

@@ -591,7 +591,7 @@ HEADS = (
     ),
     regression(
         "a head is filled with the token itself",
-        "speculation/eagle.py",
+        "speculation/head_drafter.py",
         "following = self.states.ids_at(rows.index, positions + 1)",
         "following = self.states.ids_at(rows.index, positions)",
         HEAD,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from faults.fault import Fault, Property
 
-DRAFTER = "speculation/eagle.py"
+DRAFTER = "speculation/head_drafter.py"
 
 PROPERTIES = (
     Property(
@@ -73,13 +73,13 @@ PROPERTIES = (
         (
             Fault(
                 "the middle rounded up",
-                "setup/eagle_checks.py",
+                "setup/head_checks.py",
                 "usual = (2, num_layers // 2, num_layers - 3)",
                 "usual = (2, (num_layers + 1) // 2, num_layers - 3)",
             ),
             Fault(
                 "layers counted from their outputs",
-                "setup/eagle_checks.py",
+                "setup/head_checks.py",
                 "usual = (2, num_layers // 2, num_layers - 3)",
                 "usual = (1, num_layers // 2 - 1, num_layers - 4)",
             ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from faults.fault import Fault, Property
 
 DRAFTER = "speculation/drafter.py"
-HEAD = "speculation/eagle.py"
+HEAD = "speculation/head_drafter.py"
 ROLLS = "speculation/rolling_runner.py"
 STATES = "runner/observers/hidden_states.py"
 DRAFTS = "test_prefix_drafts.py::test_drafts_after_a_hit_are_those_after_a_prefill"

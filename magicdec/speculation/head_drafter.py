@@ -1,5 +1,6 @@
-"""EagleDrafter: drafts by an EAGLE-3 head from the target's hidden states (Li et al., arXiv
-2503.01840, section 3; EAGLE-3.1, arXiv 2605.09992).
+"""HeadDrafter: drafts by a head from the target's hidden states: an EAGLE-3 head (Li et al., arXiv
+2503.01840, section 3; EAGLE-3.1, arXiv 2605.09992), or one for multi-token prediction (DeepSeek-V3,
+arXiv 2412.19437, section 2.2).
 
 The head's slot i is that of the target's token i, and takes token i + 1 too, so that its cache has
 one slot for each token that the target has cached. A draft first fills the slots of the tokens that
@@ -18,7 +19,7 @@ from torch import Tensor
 from magicdec.config.sections import KVSection
 from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.kv.prefix_cache import CachedText
-from magicdec.model.eagle import EagleHead
+from magicdec.model.draft_head import DraftHead
 from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner, gather_vocab, greedy
@@ -40,7 +41,7 @@ from magicdec.speculation.drafter import (
 NEVER = -1e30
 
 
-class EagleDrafter(StandaloneDrafter):
+class HeadDrafter(StandaloneDrafter):
     """A drafter with a head. The slots of drafts are dropped when these are proposed."""
 
     def __init__(
@@ -51,16 +52,16 @@ class EagleDrafter(StandaloneDrafter):
         self.pending = tuple(sorted({1, 2, max_gamma + 1}))
 
     @classmethod
-    def build(cls, setup: DraftSetup) -> EagleDrafter:
+    def build(cls, setup: DraftSetup) -> HeadDrafter:
         assert setup.draft is not None, "a run with this drafter has a head"
         decoding = setup.decoding
         return cls(setup.runner, setup.draft, setup.kv, decoding.pa or 0.0, decoding.max_gamma)
 
     @property
-    def head(self) -> EagleHead:
+    def head(self) -> DraftHead:
         assert self.draft.runner is not None, "asked on ranks with the head"
         model = self.draft.runner.model
-        assert isinstance(model, EagleHead), "checked before the run"
+        assert isinstance(model, DraftHead), "checked before the run"
         return model
 
     @property

@@ -1,4 +1,4 @@
-"""Checks of an EAGLE-3 head against its target, and the layers whose states it takes. They raise
+"""Checks of a draft head against its target, and the layers whose states it takes. They raise
 ValueError, one line naming the flags, before any process group starts."""
 
 from __future__ import annotations
@@ -7,11 +7,12 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import EAGLE_PREFIX, MODEL_PREFIX
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.config import EagleConfig
+from magicdec.names import MTP
 
 
 def check_kind(run_config: RunConfig, draft: ModelSource) -> None:
     """A head is no model, and a model is no head."""
-    is_head = draft.config.eagle is not None
+    is_head = draft.config.is_head
     if is_head and not run_config.decoding.has_head:
         raise ValueError(
             f"--draft {draft.name}: it is an EAGLE-3 head; name it as --draft {EAGLE_PREFIX}DIR"
@@ -32,15 +33,19 @@ def check_target(flag: str, source: ModelSource) -> None:
 
 
 def check_head(target: ModelSource, draft: ModelSource, is_staged: bool) -> None:
-    """The head must take states of the target's size, and know its vocabulary."""
-    label = f"--draft {EAGLE_PREFIX}{draft.name}"
-    eagle = _eagle_of(draft)
+    """The head must take states of the target's size, and know its vocabulary. One for multi-token
+    prediction comes from the target's own checkpoint, so that it does."""
+    is_mtp = draft.config.is_mtp
+    label = f"--draft {MTP if is_mtp else f'{EAGLE_PREFIX}{draft.name}'}"
     model = target.config
     if is_staged:
         raise ValueError(
             f"{label}: a head takes states of several layers, which stages hold apart; choose "
             "ngram or model:NAME"
         )
+    if is_mtp:
+        return
+    eagle = _eagle_of(draft)
     if model.embedding_scale != 1:
         raise ValueError(
             f"{label} takes embedded tokens as they are, but {target.name} scales them; no head of "
@@ -64,11 +69,13 @@ def check_head(target: ModelSource, draft: ModelSource, is_staged: bool) -> None
 
 
 def state_layers(run_config: RunConfig, target: ModelSource, draft: ModelSource) -> tuple[int, ...]:
-    """The numbers of layers after which the head takes states: those of `--eagle_layers`, of its
-    config, or the three of EAGLE-3. A config that counts as SGLang does, from the output of a
-    layer, is recognised by its numbers."""
-    eagle = _eagle_of(draft)
+    """The numbers of layers after which the head takes states: the last for multi-token prediction,
+    else those of `--eagle_layers`, of the head's config, or the three of EAGLE-3. A config that
+    counts as SGLang does, from the output of a layer, is recognised by its numbers."""
     num_layers = target.config.num_layers
+    if draft.config.is_mtp:
+        return (num_layers,)
+    eagle = _eagle_of(draft)
     label = f"--draft {EAGLE_PREFIX}{draft.name}"
     assert run_config.draft is not None, "a head was found for it"
     asked = run_config.draft.eagle_layers

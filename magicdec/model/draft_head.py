@@ -1,0 +1,41 @@
+"""DraftHead: a model that drafts for another one from hidden states of this target. What a drafter
+needs of it is the same for every kind (`speculation/head_drafter.py`).
+
+Slot i takes the target's states of token i and the embedding of token i + 1, and predicts token
+i + 2. Where a draft has no states of the target, it takes what the head made of the slot before.
+
+Shapes: B rows, T slots, N states of the target, S numbers of a state, H hidden size.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from torch import Tensor
+
+from magicdec.model.transformer import Transformer
+
+
+class DraftHead(Transformer):
+    """A head, as a model from slots (`pair`) to its output. `target_ids` [draft vocabulary] are
+    the target's ids of what it predicts. Its embedding, norm and head are no ends of `forward`."""
+
+    target_ids: Tensor
+
+    @abstractmethod
+    def share(self, target: Transformer) -> None:
+        """Take from the target, on the same ranks, what the head has not of its own."""
+
+    @abstractmethod
+    def reduced(self, states: Tensor) -> Tensor:
+        """[B, T, H] from the target's states [B, T, N, S]: what the first slots of a draft take."""
+
+    @abstractmethod
+    def pair(self, token_ids: Tensor, state: Tensor) -> Tensor:
+        """The input of slots from token ids [B, T] and `state` [B, T, H], which is `reduced` or
+        comes from `read_out`."""
+
+    @abstractmethod
+    def read_out(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's logits [B, T, its draft vocabulary] of an output [B, T, H], and the state
+        that the next draft takes."""
