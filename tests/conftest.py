@@ -41,11 +41,12 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.cli.commands import console
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
-    NAMED,
+    BESIDE_TARGET,
     DecodingSection,
     DraftSection,
     KVSection,
     SamplingSection,
+    model_drafter_of,
 )
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
@@ -423,7 +424,7 @@ def lookups_of_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refusal(drafter: str, kv: KVSection) -> str | None:
     """What `config` tells a run of the two; None where it is served."""
-    draft = DraftSection() if drafter.removeprefix(NGRAM_AND) in NAMED else None
+    draft = DraftSection() if model_drafter_of(drafter) in BESIDE_TARGET else None
     config = RunConfig(draft=draft, kv=kv, decoding=DecodingSection("speculative", drafter, 4))
     try:
         config.check(world_size=1)

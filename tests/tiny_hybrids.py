@@ -72,6 +72,23 @@ class PlainMtpHead:
         self.fc = torch.randn(size, 2 * size) * 1.5 * size**-0.5
         self.token_norm, self.state_norm = (0.5 * torch.randn(size) for _ in "eh")
 
+    @torch.no_grad()
+    def fit(self) -> None:
+        """Let the target accept some of the drafts: its last layer, which has attention, decides
+        most of its tokens and is the head's, which takes little more than the embedding."""
+        for layer in self.target.model.layers[:-1]:
+            for name, parameter in layer.named_parameters():
+                if name.endswith(("o_proj.weight", "out_proj.weight")) or "down_proj" in name:
+                    parameter.mul_(0.1)
+        embedding = self.target.model.embed_tokens.weight
+        embedding.div_(embedding.square().mean(-1, keepdim=True).sqrt())
+        last = self.target.model.layers[-1]
+        self.layer.model.layers[0].load_state_dict(last.state_dict())
+        self.layer.model.norm.load_state_dict(self.target.model.norm.state_dict())
+        size = len(self.token_norm)
+        self.fc = torch.cat([torch.eye(size), 0.05 * self.fc[:, size:]], dim=1)
+        self.token_norm = torch.zeros(size)
+
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         mean = x.square().mean(-1, keepdim=True)
         return x * (mean + self.target.config.rms_norm_eps).rsqrt() * (1 + weight)

@@ -31,7 +31,7 @@ from magicdec.config.sections import (
 from magicdec.config.setting import same, setting
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import Hardware, Link, load_machine, load_quiet_machine
-from magicdec.hardware.costs import DTYPE_BYTES, Deployment, mixers_of
+from magicdec.hardware.costs import DTYPE_BYTES, Deployment, mixers_of, narrow_bytes
 from magicdec.model.config import ModelConfig
 from magicdec.model.presets.presets import PRESETS, find_config
 from magicdec.names import (
@@ -39,6 +39,7 @@ from magicdec.names import (
     DTYPES,
     FULL_KV_POLICY,
     KV_POLICIES,
+    MTP,
     NARROW,
     SAME,
     STORED,
@@ -164,13 +165,13 @@ class PlanSection(AcceptanceSection):
     @property
     def names(self) -> dict[str, str]:
         """Which of several models, dtypes and draft models in a file of records counts."""
-        draft = self.draft.removeprefix(MODEL_PREFIX)
+        draft = self.model if self.draft == MTP else self.draft.removeprefix(MODEL_PREFIX)
         found = {"models": self.model, "draft models": draft}
         return {noun: Path(name).name for noun, name in found.items()} | {"dtypes": self.dtype}
 
     @property
     def drafter(self) -> str:
-        return SELF if self.draft == SELF else "model"
+        return self.draft if self.draft in (SELF, MTP) else "model"
 
     @property
     def ranks_per_node(self) -> int:
@@ -222,6 +223,9 @@ def make_draft_table(args: PlanSection, plan: SpeculationPlan) -> DraftTable:
     draft = None if args.draft == SELF else args.draft.removeprefix(MODEL_PREFIX)
     name = PRESETS[draft].repo_id if draft in PRESETS else draft
     keys = {} if name is None else {"method": "draft_model", "model": name}
+    if args.draft == MTP:  # which is in the target's checkpoint
+        draft = args.model
+        keys = {"method": MTP}
     target = describe_model(plan.target, args.dtype)
     target = {key: target[key] for key in ("dtype", "target_dtype")} | {"model": args.model}
     like = args.drafter, args.kv_policy, args.draft_weights
@@ -394,14 +398,16 @@ def find_choice(kv_policy: str, budget: int) -> SelectionCost:
 
 
 def find_draft(args: PlanSection, target: Deployment) -> Deployment:
-    """The target itself, or a standalone draft on one of its ranks."""
+    """The target itself, its head on all of its ranks, or a standalone draft on one of them."""
     low_bit = None if args.draft_weights == SAME else args.draft_weights
+    if args.draft == MTP:
+        return find_mtp_head(args, target)
     if args.draft == SELF:
         check_copy(low_bit, target.low_bit or args.dtype)
         return replace(target, low_bit=low_bit or target.low_bit)
     name = args.draft.removeprefix(MODEL_PREFIX)
     if name in ("", args.draft):
-        choices = f"{SELF}, {MODEL_PREFIX}NAME"
+        choices = f"{SELF}, {MTP}, {MODEL_PREFIX}NAME"
         raise ValueError(f"--draft {args.draft} is not known; choose from {choices}")
     config = replace(find_stored("--draft", name))  # an object of its own, also of the same model
     if config.vocab_size != target.config.vocab_size:
@@ -412,6 +418,31 @@ def find_draft(args: PlanSection, target: Deployment) -> Deployment:
     if low_bit is None and is_in_groups(config):
         low_bit = STORED
     return replace(target, config=config, tp=1, nodes=1, low_bit=low_bit, kv_dtype=None)
+
+
+def find_mtp_head(args: PlanSection, target: Deployment) -> Deployment:
+    """The head for multi-token prediction, which multiplies with the target's matrix of logits.
+    Its own weights have the dtype of activations."""
+    model = target.config
+    if model.num_mtp_layers != 1:
+        raise ValueError(
+            f"--draft {MTP}: --model {args.model} has {model.num_mtp_layers} layers for "
+            f"multi-token prediction, and heads of one are served; choose {SELF} or "
+            f"{MODEL_PREFIX}NAME"
+        )
+    if args.draft_weights not in (None, SAME):
+        raise ValueError(
+            f"--draft_weights {args.draft_weights}: the head of --draft {MTP} multiplies with the "
+            "target's matrix of logits; choose --target_dtype int8, or leave it out"
+        )
+    config = replace(model.mtp_config(), name=f"{MTP} of {model.name}")
+    if target.low_bit is None:
+        return replace(target, config=config, kv_dtype=None)
+    head_bytes = model.head_bytes
+    if target.low_bit != STORED:
+        head_bytes = float(narrow_bytes(target.low_bit, model.hidden_size))
+    config = replace(config, head_bytes=head_bytes)
+    return replace(target, config=config, low_bit=STORED, kv_dtype=None)
 
 
 main = LoneCommand(

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
+from pathlib import Path
 
 import torch
 from conftest import (
@@ -23,20 +24,26 @@ from conftest import (
     served_pairs,
     trust_lookups,
 )
-from eagle_heads import FITTED
+from draft_heads import is_head, read_mtp_head, state_layers
 from fake_clock import VirtualClock
 from recorder import StandInRecorder
 
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.config.sections import NAMED, DecodingSection, KVSection, SamplingSection
+from magicdec.config.sections import (
+    NAMED,
+    DecodingSection,
+    KVSection,
+    SamplingSection,
+    model_drafter_of,
+)
 from magicdec.distributed.groups import Group, Launch, read_launch
 from magicdec.distributed.start import close_groups, make_groups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine.engine import Engine
-from magicdec.model.eagle import EagleHead
+from magicdec.model.draft_head import DraftHead
 from magicdec.model.transformer import Transformer
-from magicdec.names import DRAFTERS, EAGLE, NGRAM_AND
+from magicdec.names import DRAFTERS, MTP, NGRAM_AND
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
 from magicdec.runner.observers.hidden_states import HiddenStates
@@ -83,7 +90,7 @@ class MatrixCase:
 
     @property
     def has_head(self) -> bool:
-        return self.drafter.endswith(EAGLE)
+        return is_head(self.drafter)
 
     @property
     def is_native(self) -> bool:
@@ -127,12 +134,22 @@ def make_cases(num_ranks: int, which: str = "in turn") -> list[MatrixCase]:
         if other_groups and drafter in NAMED:
             cases += [MatrixCase(drafter, kv, gamma, ranks) for ranks in groups if ranks != turn]
         elif not other_groups:
-            cases.append(MatrixCase(drafter, kv, gamma, turn if drafter in NAMED else None))
+            cases.append(MatrixCase(drafter, kv, gamma, ranks_of(drafter, turn, order)))
     is_many = num_ranks > 2  # on fewer, what replays and what joins and leaves is complete
     others = make_stops(groups)
-    others += [] if which == "not replayed" else make_replayed(groups, is_many)
+    others += [] if which == "not replayed" else make_replayed(groups, order, is_many)
     others += make_in_flight(order)[:: 2 if is_many else 1]
     return cases if other_groups else [*cases, *others]
+
+
+def ranks_of(
+    drafter: str, ranks: tuple[int, ...], order: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The ranks of what drafts beside the target, which may be these; the head of its own
+    checkpoint is on all in `order`."""
+    if model_drafter_of(drafter) == MTP:
+        return order
+    return ranks if model_drafter_of(drafter) in NAMED else None
 
 
 def make_mixed(order: tuple[int, ...]) -> list[tuple[str, KVSection, tuple[int, ...] | None]]:
@@ -141,7 +158,8 @@ def make_mixed(order: tuple[int, ...]) -> list[tuple[str, KVSection, tuple[int, 
     verified = next(kv for kv in others if kv.policy == "verified")
     self_cases = [("ngram+self", kv, None) for kv in (streaming_llm, verified)]
     model_cases = [("ngram+model", full, order[:1]), ("ngram+model", streaming_llm, order)]
-    return [*self_cases, *model_cases, ("ngram+eagle", full, order[:1])]
+    head_cases = [("ngram+eagle", full, order[:1]), ("ngram+mtp", full, order)]
+    return [*self_cases, *model_cases, *head_cases]
 
 
 def make_stops(groups: Sequence[tuple[int, ...]]) -> list[MatrixCase]:
@@ -153,7 +171,9 @@ def make_stops(groups: Sequence[tuple[int, ...]]) -> list[MatrixCase]:
     return [MatrixCase("self", streaming_llm, 5, pa=0.3), *draft_cases, head_case]
 
 
-def make_replayed(groups: Sequence[tuple[int, ...]], is_in_turn: bool) -> list[MatrixCase]:
+def make_replayed(
+    groups: Sequence[tuple[int, ...]], order: tuple[int, ...], is_in_turn: bool
+) -> list[MatrixCase]:
     """Each pair that is served, greedy and sampled, or with `is_in_turn` one of the two; a
     standalone draft on the first of the groups.
     Sampled steps that the host starts are compared with those of other numbers of ranks, too."""
@@ -163,7 +183,7 @@ def make_replayed(groups: Sequence[tuple[int, ...]], is_in_turn: bool) -> list[M
     for index, (drafter, policy) in enumerate(sorted(served_pairs(), key=str)):
         kinds = (greedy, sampled)[index % 2] if is_in_turn else [*greedy, *sampled]
         kv = KVSection("full") if policy in (None, "full") else KVSection(policy, 40, 4, 8)
-        ranks = groups[0] if drafter in NAMED else None
+        ranks = ranks_of(drafter, groups[0], order)
         cases += [
             MatrixCase(drafter, kv, 3, ranks, steps=s, is_sampled=drawn) for s, drawn in kinds
         ]
@@ -183,9 +203,10 @@ def make_in_flight(order: tuple[int, ...]) -> list[MatrixCase]:
         ("ngram+model", "full"),
         ("eagle", "streaming_llm"),
         ("eagle", "full"),
+        ("mtp", "full"),
     ):
         kv = KVSection(policy, -1 if policy == "full" else 40, 4, 8)
-        ranks = order if drafter.removeprefix(NGRAM_AND) in NAMED else None
+        ranks = ranks_of(drafter, order, order)
         cases.append(MatrixCase(drafter, kv, 3, ranks, steps="in flight"))
     return cases
 
@@ -214,12 +235,15 @@ class Rank:
 
     def make_runner(self, case: MatrixCase, which: int, group: Group) -> ModelRunner:
         model = load(self.paths[which], Shard(group.index, group.size), dtype=case.dtype)
+        return self.runner_of(case, model, group)
+
+    def runner_of(self, case: MatrixCase, model: Transformer, group: Group) -> ModelRunner:
         size = len(PROMPTS), MAX_TOKENS
         if case.steps == "in flight":  # a row less than requests, and memory for a long one
             return ModelRunner(model, SDPABackend(8), group, 3, MAX_TOKENS, num_blocks=14)
         if not case.is_native:
             return ModelRunner(model, SDPABackend(16), group, *size)
-        if isinstance(model, EagleHead):
+        if isinstance(model, DraftHead):
             return ModelRunner(pack(model), NativeBackend(), group, *size)
         executor = Executor(pack(model), group)
         return ModelRunner(model, NativeBackend(), group, *size, executor=executor)
@@ -229,7 +253,8 @@ class Rank:
         recorder = StandInRecorder()
         runner = self.make_runner(case, 0, groups.target)
         if groups.draft is not None and case.has_head:
-            runner.observers.append(HiddenStates.of(runner, FITTED.capture))
+            layers = state_layers(case.drafter, runner.model.config)
+            runner.observers.append(HiddenStates.of(runner, layers))
         decoding = DecodingSection(name, case.drafter, case.gamma, case.pa)
         is_in_flight = case.steps == "in flight"
         draft = self.make_draft(case, groups, runner.model)
@@ -279,13 +304,17 @@ class Rank:
         assert (groups.draft is not None) == (self.launch.rank in case.draft_ranks)
         if groups.draft is None:
             return DraftModel(None, source, 16, case.kv.policy == "streaming_llm")
-        runner = self.make_runner(case, 2 if case.has_head else 1, groups.draft)
+        if model_drafter_of(case.drafter) == MTP:
+            head = read_mtp_head(Path(self.paths[3]), target)
+            runner = self.runner_of(case, head, groups.draft)
+        else:
+            runner = self.make_runner(case, 2 if case.has_head else 1, groups.draft)
         size = (len(PROMPTS), MAX_TOKENS)
         place = {"group": groups.draft, "source": source}
         draft = make_draft(runner.model, case.kv, *size, runner.backend, **place)
         assert draft.runner is not None
         draft.runner.executor = runner.executor
-        if isinstance(runner.model, EagleHead):
+        if isinstance(runner.model, DraftHead):
             runner.model.share(target)
         return draft
 

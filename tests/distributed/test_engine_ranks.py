@@ -19,7 +19,7 @@ from conftest import (
     served_pairs,
     tiny_transformer,
 )
-from eagle_heads import FITTED, fitted_head, write_head
+from draft_heads import FITTED, fitted_head, is_head, made_mtp_head, write_head, write_mtp_head
 from matrix import FEW_NEW, MAX_TOKENS, NUM_NEW, PROMPTS, Result, make_cases, make_mixed
 from several_ranks import answer_of, disturbed, generate_alone
 
@@ -81,6 +81,8 @@ def test_every_drafter_and_policy_emits_the_baselines_tokens(
     texts = [[*r.prompt_ids, *ids] for r, ids in zip(requests, tokens, strict=True)]
     paths.append(tmp_path / "head")
     write_head(paths[-1], target.config, FITTED, weights=fitted_head(target, texts))
+    paths.append(tmp_path / "mtp.safetensors")
+    write_mtp_head(paths[-1], made_mtp_head(target, texts))
     found = answer_of(launch, "distributed/matrix.py", *paths, which, num_ranks=num_ranks)
     baseline, *results = (Result(**r) for r in found)
     assert len(results) == len(make_cases(num_ranks, which))
@@ -146,7 +148,7 @@ def test_no_more_is_refused_than_a_draft_that_nothing_verifies() -> None:
         message = refusal(drafter, KVSection(policy)) or ""
         if drafter.endswith("model") and policy in ("verified", "retrieval"):
             assert f"--kv_policy {policy}: a standalone draft is never verified itself" in message
-        elif drafter.endswith(EAGLE) and policy not in ("full", "streaming_llm"):
+        elif is_head(drafter) and policy not in ("full", "streaming_llm"):
             assert f"--kv_policy {policy}: a draft head keeps its whole cache" in message
         else:
             assert message == ""

@@ -17,7 +17,7 @@ from conftest import (
     random_prompts,
     tiny_transformer,
 )
-from eagle_heads import HeadForm, PlainHead, load_head, write_head
+from draft_heads import HeadForm, PlainHead, load_head, write_head
 from torch import Tensor
 
 from magicdec.attention.native import NativeBackend

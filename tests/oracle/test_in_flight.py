@@ -23,7 +23,7 @@ from conftest import (
     random_prompts,
     tiny_transformer,
 )
-from eagle_heads import FITTED, made_head
+from draft_heads import is_head, made_head, state_layers
 from fake_clock import VirtualClock
 from recorder import StandInRecorder
 from tiers import covering
@@ -32,11 +32,17 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.config.sections import NAMED, DecodingSection, KVSection, SamplingSection
+from magicdec.config.sections import (
+    BESIDE_TARGET,
+    DecodingSection,
+    KVSection,
+    SamplingSection,
+    model_drafter_of,
+)
 from magicdec.engine.engine import Engine
 from magicdec.kv.layer_caches import WindowRoom
-from magicdec.model.eagle import EagleHead
-from magicdec.names import EAGLE, NGRAM_AND
+from magicdec.model.draft_head import DraftHead
+from magicdec.names import EAGLE, HEADS
 from magicdec.runner.forward_batch import EnqueuedForward
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
@@ -200,11 +206,11 @@ def lone_output(request: Request) -> list[int]:
 
 
 @cache
-def head() -> EagleHead:
+def head(drafter: str = EAGLE) -> DraftHead:
     """Of which some drafts are accepted."""
     requests = make_requests(PROMPTS, MOST_NEW, (EOS,))
     texts = [[*request.prompt_ids, *lone_output(request)] for request in requests]
-    return made_head(tiny_transformer(seed=1), texts)
+    return made_head(tiny_transformer(seed=1), texts, drafter=drafter)
 
 
 def serve(
@@ -214,10 +220,10 @@ def serve(
     runner = schedule.runner
     seen = Counter[str]()
     draft = None
-    if drafter is not None and drafter.removeprefix(NGRAM_AND) in NAMED:
-        has_head = drafter.endswith(EAGLE)
+    if drafter is not None and model_drafter_of(drafter) in BESIDE_TARGET:
+        has_head = is_head(drafter)
         draft = make_draft(
-            head() if has_head else MODEL,
+            head(model_drafter_of(drafter) or "") if has_head else MODEL,
             kv,
             runner.num_rows,
             MAX_TOKENS,
@@ -226,9 +232,10 @@ def serve(
             max_following=runner.max_following,
         )
         if has_head:
-            runner.observers.append(HiddenStates.of(runner, FITTED.capture))
+            layers = state_layers(drafter, runner.model.config)
+            runner.observers.append(HiddenStates.of(runner, layers))
     keep_queries(draft.runner if draft is not None and draft.runner else runner, kv)
-    can_stop = drafter in ("self", "model", EAGLE) and not records
+    can_stop = drafter in ("self", "model", *HEADS) and not records
     pa = 0.2 if can_stop and random.random() < 0.5 else None
     decoding = DecodingSection("speculative", drafter or "self", MOST_DRAFTS, pa=pa)
     setup = Setup(
@@ -292,8 +299,8 @@ def learn_lone_outputs(seeds: Sequence[int], drafter: str | None, is_native: boo
     for seed in seeds:
         for request in drawn_schedule(Random(seed), drafter, is_native=is_native).requests:
             lone_output(request)
-    if drafter is not None and drafter.endswith(EAGLE):
-        head()
+    if drafter is not None and is_head(drafter):
+        head(model_drafter_of(drafter) or "")
 
 
 def check_seeds(

@@ -21,7 +21,7 @@ from conftest import (
     random_prompts,
     tiny_transformer,
 )
-from eagle_heads import FITTED
+from draft_heads import FITTED
 from fake_clock import VirtualClock
 from hypothesis import given
 from hypothesis import strategies as st

@@ -37,7 +37,7 @@ from conftest import (
     served_pairs,
     tiny_transformer,
 )
-from eagle_heads import FITTED, made_head
+from draft_heads import is_head, made_head, state_layers
 from launches import dispatched
 from recorder import HostTouched, StandInRecorder
 from test_lossless import SMALL
@@ -47,7 +47,13 @@ from test_varying_gamma import Scripted
 from magicdec.attention import triton
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.triton import TritonBackend
-from magicdec.config.sections import NAMED, DecodingSection, KVSection, SamplingSection
+from magicdec.config.sections import (
+    BESIDE_TARGET,
+    DecodingSection,
+    KVSection,
+    SamplingSection,
+    model_drafter_of,
+)
 from magicdec.engine.engine import Engine
 from magicdec.kv import kernel_view
 from magicdec.kv.forward_counts import ForwardCounts
@@ -56,7 +62,6 @@ from magicdec.model.elementwise import triton as elementwise
 from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.elementwise.triton import TritonElementwise
 from magicdec.model.linear import triton as linear
-from magicdec.names import EAGLE, NGRAM_AND
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.runner.request import Batch, Request, StepOutput
@@ -127,12 +132,13 @@ def started(
     return engine, engine.prefill(requests)
 
 
-def draft_for(kv: KVSection, runner: ModelRunner, is_head: bool = False) -> DraftModel:
+def draft_for(kv: KVSection, runner: ModelRunner, drafter: str = "model") -> DraftModel:
     dtype = next(runner.model.parameters()).dtype
-    if is_head:
-        head = made_head(runner.model).to(runner.device)
+    if is_head(drafter):
+        head = made_head(runner.model, drafter=drafter).to(runner.device)
         head.target_ids = head.target_ids.to(runner.device)
-        runner.observers.append(HiddenStates.of(runner, FITTED.capture))
+        layers = state_layers(drafter, runner.model.config)
+        runner.observers.append(HiddenStates.of(runner, layers))
         return make_draft(head, kv, runner.num_rows, runner.max_tokens, SDPABackend(16))
     model = tiny_transformer(SMALL, seed=1, dtype=dtype).to(runner.device)
     return make_draft(model, kv, runner.num_rows, runner.max_tokens, SDPABackend(16))
@@ -154,8 +160,8 @@ def run(
     engine.rewind(snapshots)
     name = "autoregressive" if drafter is None else "speculative"
     draft = None
-    if drafter and drafter.removeprefix(NGRAM_AND) in NAMED:
-        draft = draft_for(kv, runner, drafter.endswith(EAGLE))
+    if drafter and model_drafter_of(drafter) in BESIDE_TARGET:
+        draft = draft_for(kv, runner, drafter)
     section = DecodingSection(name, drafter, gamma, pa=pa)
     setup = Setup(
         runner, section, kv, draft=draft, draft_length=length, recorder=recorder or Eager()
@@ -262,9 +268,9 @@ def test_replayed_steps_of_any_draft_lengths_emit_the_same_tokens(
     # with one token or with two.
     # A head begins with one token, with two or with nine.
     counts = {"ngram": 7 + 6, "ngram+self": 9 + 8 + 5, "ngram+model": 9 + 8 + 2 * 5}
-    counts["ngram+eagle"] = 9 + 8 + 3 * 5
-    drafts = {"model": 2, "eagle": 3}.get(drafter, 1)
-    if drafter in NAMED and policy == "streaming_llm":  # not captured
+    counts |= dict.fromkeys(["ngram+eagle", "ngram+mtp"], 9 + 8 + 3 * 5)
+    drafts = {"model": 2, "eagle": 3, "mtp": 3}.get(drafter, 1)
+    if drafter in BESIDE_TARGET and policy == "streaming_llm":  # not captured
         drafts = 0
     assert recorder.recorded == counts.get(drafter, 1 + (1 + drafts) * 5)
 

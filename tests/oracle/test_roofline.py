@@ -19,7 +19,7 @@ from conftest import (
     served_pairs,
     tiny_transformer,
 )
-from eagle_heads import FITTED, made_head
+from draft_heads import made_head, state_layers
 from recorder import StandInRecorder
 
 from magicdec.attention.native import NativeBackend, kernel
@@ -27,7 +27,7 @@ from magicdec.bench.roofline import bytes_read, kv_bytes_per_token, weight_bytes
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.engine.engine import Engine
 from magicdec.kv.view import WEIGHTS_BLOCK
-from magicdec.names import EAGLE
+from magicdec.names import HEADS
 from magicdec.runner.forward_batch import EnqueuedForward, ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
@@ -154,9 +154,9 @@ def test_a_draft_forward_reads_the_budget_and_its_step(
     draft = None
     if drafter == "model":
         draft = make_draft(tiny_transformer(seed=1), kv, 3, runner.max_tokens)
-    elif drafter == EAGLE:
-        runner.observers.append(HiddenStates.of(runner, FITTED.capture))
-        draft = make_draft(made_head(model), kv, 3, runner.max_tokens)
+    elif drafter in HEADS:
+        runner.observers.append(HiddenStates.of(runner, state_layers(drafter, model.config)))
+        draft = make_draft(made_head(model, drafter=drafter), kv, 3, runner.max_tokens)
     requests = make_requests(random_prompts([100, 20, 60], model.config.vocab_size), NUM_NEW)
     recorder = StandInRecorder() if is_captured else None
     drafting = runner if draft is None or draft.runner is None else draft.runner
@@ -164,7 +164,7 @@ def test_a_draft_forward_reads_the_budget_and_its_step(
     how = {"drafter": drafter, "draft": draft, "recorder": recorder, "names": ["speculative"]}
     decode_both(runner, requests, kv, GAMMA, **how)
     used = drafting.counts.minus(before)
-    most = BUDGET + GAMMA + (drafter == "model") + GAMMA * (drafter == EAGLE)
+    most = BUDGET + GAMMA + (drafter == "model") + GAMMA * (drafter in HEADS)
     assert used.draft_rows > 0 and used.draft_kv_tokens_read <= most * used.draft_rows
     if not is_captured:
         assert (sum(reads), len(reads)) == (used.draft_kv_tokens_read, used.draft_rows)

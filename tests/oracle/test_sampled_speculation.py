@@ -24,7 +24,7 @@ from conftest import (
     random_prompts,
     tiny_transformer,
 )
-from eagle_heads import FITTED, load_head, write_head
+from draft_heads import FITTED, load_head, write_head
 from lossless import speculate
 from torch import Tensor
 from two_stages import serve_with_drafts

@@ -10,7 +10,7 @@ import numpy as np
 import pandas
 import pytest
 from conftest import Command
-from eagle_heads import HeadForm, write_head
+from draft_heads import HeadForm, write_head
 from safetensors.torch import load_file, save_file
 
 from magicdec.bench import groups

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY, Command, save_checkpoint, tiny_transformer
-from eagle_heads import HeadForm, random_head, write_head
+from draft_heads import HeadForm, random_head, write_head
 from safetensors.torch import load_file, save_file
 from serving_command import prepare_as
 

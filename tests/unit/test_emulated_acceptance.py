@@ -16,11 +16,11 @@ from conftest import (
     random_prompts,
     tiny_transformer,
 )
-from eagle_heads import FITTED, made_head
+from draft_heads import is_head, made_head, state_layers
 
 from magicdec.config.sections import NAMED, DecodingSection, KVSection, SamplingSection
 from magicdec.engine.engine import Engine
-from magicdec.names import DRAFTERS, EAGLE, NGRAM_AND
+from magicdec.names import DRAFTERS, NGRAM_AND
 from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.runner.request import StepOutput
 from magicdec.speculation.steps.strategy import Setup
@@ -73,9 +73,9 @@ def test_drafts_are_accepted_as_often_as_asked_for(drafter: str, temperature: fl
     runner = make_runner(model, *size)
     draft = None
     kv = KVSection("full")
-    if drafter.endswith(EAGLE):
-        runner.observers.append(HiddenStates.of(runner, FITTED.capture))
-        draft = make_draft(made_head(model), kv, *size)
+    if is_head(drafter):
+        runner.observers.append(HiddenStates.of(runner, state_layers(drafter, model.config)))
+        draft = make_draft(made_head(model, drafter=drafter), kv, *size)
     elif drafter.removeprefix(NGRAM_AND) in NAMED:
         draft = make_draft(tiny_transformer(seed=2), kv, *size)
     decoding = DecodingSection("speculative", drafter, gamma, emulate_acceptance=(0.8, 0.4, 0.3))

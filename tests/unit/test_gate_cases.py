@@ -28,7 +28,7 @@ from magicdec.bench.gate.files import read_baselines
 from magicdec.bench.gate.measuring import prompts_of, shares_of
 from magicdec.cli.drivers import RUN
 from magicdec.config.sections import AttentionSection, ModelSection
-from magicdec.names import DRAFTERS, FULL_KV_POLICY, KV_POLICIES
+from magicdec.names import DRAFTERS, FULL_KV_POLICY, KV_POLICIES, MTP, NGRAM_AND
 from magicdec.records.comparison.conditions import (
     describe,
     first_difference,
@@ -140,8 +140,10 @@ def test_a_case_has_the_name_that_runs_it() -> None:
 
 def test_the_standard_cases_cover_every_drafter_and_policy() -> None:
     things = [dict(measured_thing(baseline)) for baseline in BASELINES]
-    assert {(t["drafter"], t["policy"]) for t in things} >= served_pairs()
-    assert {t["drafter"] for t in things} == set(DRAFTERS)
+    # No packaged model has a head for multi-token prediction: all have attention in every layer.
+    pairs = {(drafter, policy) for drafter, policy in served_pairs() if drafter != MTP}
+    assert {(t["drafter"], t["policy"]) for t in things} >= pairs
+    assert {t["drafter"] for t in things} == set(DRAFTERS) - {MTP, f"{NGRAM_AND}{MTP}"}
     assert len({describe(baseline) for baseline in BASELINES}) == len(BASELINES), "each once"
 
 

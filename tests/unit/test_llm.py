@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, TINY, random_prompts
-from eagle_heads import FITTED, write_head
+from draft_heads import FITTED, write_head
 
 import magicdec.llm
 from magicdec import LLM

@@ -1,9 +1,10 @@
-"""EAGLE-3 heads for tests: random ones written as other programs write them, and the head's forward
-in plain torch from its definition (arXiv 2503.01840, section 3), token by token."""
+"""Draft heads for tests. EAGLE-3 heads: random ones written as other programs write them, and the
+head's forward in plain torch from its definition (arXiv 2503.01840, section 3), token by token. And
+heads for multi-token prediction of models that have none."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,11 +13,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from magicdec.config.sections import model_drafter_of
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.checkpoint.source import find_model, load_transformer
+from magicdec.model.checkpoint.weight_files import WeightSource, open_weights
+from magicdec.model.checkpoint.weight_map import expected_shapes, weight_map
 from magicdec.model.config import ModelConfig
+from magicdec.model.draft_head import DraftHead
 from magicdec.model.eagle import EagleHead
+from magicdec.model.mtp import MtpHead
 from magicdec.model.transformer import KeepState, Transformer
+from magicdec.names import EAGLE, HEADS
 
 Weights = dict[str, Tensor]
 
@@ -43,6 +51,7 @@ class HeadForm:
         return {name: getattr(self, name) for name in names}
 
 
+SHARED = ("embedding.", "head.", "target_norm.")  # with the target
 FITTED = HeadForm(draft_vocab=90, capture=(0, 1, 2))  # of a target of two layers or more
 
 
@@ -277,12 +286,80 @@ def fitted_head(target: Transformer, texts: Sequence[Sequence[int]], seed: int =
     return found
 
 
-def made_head(target: Transformer, texts: Sequence[Sequence[int]] = (), seed: int = 0) -> EagleHead:
-    """The head of `FITTED` for this model, fitted to texts if there are any."""
+def is_head(drafter: str | None) -> bool:
+    return model_drafter_of(drafter) in HEADS
+
+
+def state_layers(drafter: str, target: ModelConfig) -> tuple[int, ...]:
+    """The layers whose states a `made_head` takes."""
+    return FITTED.capture if drafter.endswith(EAGLE) else (target.num_layers,)
+
+
+def made_head(
+    target: Transformer,
+    texts: Sequence[Sequence[int]] = (),
+    seed: int = 0,
+    drafter: str = EAGLE,
+) -> DraftHead:
+    """The head of `FITTED` for this model, or one for multi-token prediction, fitted to texts if
+    there are any."""
+    if not drafter.endswith(EAGLE):
+        return made_mtp_head(target, texts)
     weights = fitted_head(target, texts, seed) if texts else None
     with TemporaryDirectory() as directory:
         write_head(Path(directory), target.config, FITTED, seed, weights)
         return load_head(Path(directory), target)
+
+
+def mtp_config(target: ModelConfig) -> ModelConfig:
+    return replace(target, num_mtp_layers=1).mtp_config()
+
+
+def made_mtp_head(target: Transformer, texts: Sequence[Sequence[int]] = ()) -> MtpHead:
+    """A head of one of the target's layers, trained on texts if there are any."""
+    config = mtp_config(target.config)
+    head = _load_mtp(config, RandomWeights(expected_shapes(config)), target)
+    own = [p for name, p in head.named_parameters() if not name.startswith(SHARED)]
+    for parameter in own:
+        parameter.requires_grad_(bool(texts))
+    rows = []
+    for text in texts:
+        ids = torch.tensor([text])
+        states = states_of(target, ids[0], [target.config.num_layers]).unsqueeze(0)
+        rows.append((ids, head.reduced(states[:, :-2]).detach()))
+    optimizer = torch.optim.Adam(own, lr=0.003)
+    for _ in range(60 if texts else 0):
+        optimizer.zero_grad()
+        for ids, state in rows:
+            output = whole_forward(head, head.pair(ids[:, 1:-1], state), is_trained=True)
+            torch.nn.functional.cross_entropy(head.read_out(output)[0][0], ids[0, 2:]).backward()
+        optimizer.step()
+    for parameter in own:
+        parameter.requires_grad_(False)
+    return head
+
+
+def _load_mtp(config: ModelConfig, weights: WeightSource, target: Transformer) -> MtpHead:
+    dtype = next(target.parameters()).dtype
+    head = load_transformer(config, weights, target.shard, None, dtype, torch.device("cpu"))
+    assert isinstance(head, MtpHead)
+    head.share(target)
+    return head
+
+
+def write_mtp_head(file: Path, head: MtpHead) -> None:
+    """Its own tensors, as in a checkpoint; of one rank."""
+    tensors = {}
+    for parameter, pieces in weight_map(head.config, Shard(), head.layers).items():
+        rows = [piece.rows[1] - piece.rows[0] for piece in pieces]
+        parts = head.state_dict()[parameter].split(rows)
+        tensors |= {p.name: t.contiguous().clone() for p, t in zip(pieces, parts, strict=True)}
+    save_file(tensors, file)
+
+
+def read_mtp_head(file: Path, target: Transformer) -> MtpHead:
+    """The target's shard of what `write_mtp_head` wrote."""
+    return _load_mtp(mtp_config(target.config), open_weights(file), target)
 
 
 def states_of(target: Transformer, ids: Tensor, layers: Sequence[int]) -> Tensor:
@@ -292,7 +369,9 @@ def states_of(target: Transformer, ids: Tensor, layers: Sequence[int]) -> Tensor
     return torch.stack([kept[layer][0] for layer in layers], dim=1).clone()
 
 
-def whole_forward(model: Transformer, x: Tensor, keep: KeepState | None = None) -> Tensor:
+def whole_forward(
+    model: Transformer, x: Tensor, keep: KeepState | None = None, is_trained: bool = False
+) -> Tensor:
     """A forward of whole texts, without a cache."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -304,5 +383,5 @@ def whole_forward(model: Transformer, x: Tensor, keep: KeepState | None = None) 
 
     model.set_positions(x.shape[1], x.device)
     positions = torch.arange(x.shape[1]).unsqueeze(0)
-    with torch.no_grad():
+    with torch.set_grad_enabled(is_trained):
         return model(x, positions, attend, lambda y: y, keep=keep)
