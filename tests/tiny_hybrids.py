@@ -1,6 +1,7 @@
 """Tiny models with linear attention, made by transformers, and their heads for multi-token
 prediction, which transformers ignores: those are written from the definition."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,10 @@ class PlainMtpHead:
         return x * (mean + self.target.config.rms_norm_eps).rsqrt() * (1 + weight)
 
     @torch.no_grad()
-    def chain(self, text: list[int], count: int) -> list[Tensor]:
-        """The logits of greedy drafts that follow a text."""
+    def chain(
+        self, text: list[int], count: int, drafts: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        """The logits of drafts that follow a text; None: of greedy ones."""
         states = self.target.model(torch.tensor([text[:-1]])).last_hidden_state[0]
         tokens = list(text[1:])
         found: list[Tensor] = []
@@ -107,7 +110,8 @@ class PlainMtpHead:
             found.append(self.target.lm_head(outputs[-1]))
             if len(found) == count:
                 return found
-            tokens.append(int(found[-1].argmax()))
+            place = len(found) - 1
+            tokens.append(int(found[-1].argmax()) if drafts is None else drafts[place])
             states = torch.cat([states, outputs[-1:]])
 
     def add_to(self, checkpoint: Path) -> None:

@@ -1,29 +1,49 @@
 """Heads for multi-token prediction in the checkpoints of models with linear attention: each draft
 has the logits of the definition, with a layer of transformers; and drafts change no token."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import make_draft, make_requests, random_prompts
-from tiny_hybrids import KINDS, PlainMtpHead, the_model
+import transformers
+from conftest import Command, make_draft, make_requests, pack, random_prompts
+from draft_heads import SHARED
+from safetensors.torch import load_file, save_file
+from tiny_hybrids import KINDS, PlainMtpHead, save_with_tokenizer, the_model
 from torch import Tensor
 
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.config.sections import DecodingSection, KVSection
-from magicdec.distributed.groups import Group
+from magicdec.bench.roofline import weight_bytes
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import (
+    DecodingSection,
+    KVSection,
+    ModelSection,
+    SamplingSection,
+    WorkloadSection,
+)
+from magicdec.distributed.groups import Group, Launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine.engine import Engine
+from magicdec.hardware import costs
 from magicdec.kv.cache import Lengths
+from magicdec.llm import LLM
 from magicdec.model.checkpoint.mtp_weights import find_mtp_head
-from magicdec.model.checkpoint.source import find_model, load_transformer
+from magicdec.model.checkpoint.random_weights import RandomWeights
+from magicdec.model.checkpoint.source import ModelSource, find_model, load_transformer
+from magicdec.model.checkpoint.weight_map import expected_shapes
 from magicdec.model.mtp import MtpHead
+from magicdec.model.presets.presets import find_config
+from magicdec.model.transformer import Transformer
 from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.observers.hidden_states import HiddenStates
-from magicdec.runner.request import Batch
+from magicdec.runner.request import Batch, Request
+from magicdec.setup.memory_plan import model_plans_of
+from magicdec.setup.prepare import SetupCache, find
 from magicdec.speculation.drafter import DraftShape
 from magicdec.speculation.head_drafter import HeadDrafter
 from magicdec.speculation.steps.speculative import Speculative
@@ -41,7 +61,7 @@ def save(target: Any, head: PlainMtpHead, folder: Path) -> Path:
     return folder
 
 
-def load(folder: Path) -> tuple[Any, MtpHead]:
+def load(folder: Path) -> tuple[Transformer, MtpHead]:
     source = find_model("--model", str(folder))
     cpu = torch.device("cpu")
     models = []
@@ -52,6 +72,25 @@ def load(folder: Path) -> tuple[Any, MtpHead]:
     assert isinstance(head, MtpHead)
     head.share(target)
     return target, head
+
+
+def started(
+    target: Transformer, head: MtpHead, sampling: SamplingSection = SamplingSection()
+) -> tuple[list[Request], HeadDrafter]:
+    """Ragged requests with their first tokens, which a drafter has admitted."""
+    size = len(LENGTHS), max(LENGTHS) + NEW + GAMMA
+    group = Group((0,), 0)
+    runner = ModelRunner(target, SDPABackend(16), group, *size, most_uncommitted=GAMMA + 2)
+    runner.observers.append(HiddenStates.of(runner, [target.config.num_layers]))
+    kv = KVSection("full")
+    draft = make_draft(head, kv, *size)
+    requests = make_requests(random_prompts(LENGTHS, VOCAB, 5), NEW, sampling=sampling)
+    Engine(runner, 16).prefill(requests)
+    decoding = DecodingSection("speculative", "mtp", GAMMA)
+    strategy = make_strategy("speculative", Setup(runner, decoding, kv, draft=draft))
+    assert isinstance(strategy, Speculative) and isinstance(strategy.drafter, HeadDrafter)
+    strategy.admit(Batch(tuple(requests)))
+    return requests, strategy.drafter
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
@@ -73,19 +112,8 @@ def test_drafts_have_the_logits_of_the_definition(
         return logits, state
 
     monkeypatch.setattr(MtpHead, "read_out", noted)
-    size = len(LENGTHS), max(LENGTHS) + NEW + GAMMA
-    runner = ModelRunner(target, SDPABackend(16), Group((0,), 0), *size, most_uncommitted=GAMMA + 2)
-    runner.observers.append(HiddenStates.of(runner, [target.config.num_layers]))
-    kv = KVSection("full")
-    draft = make_draft(head, kv, *size)
-    prompts = random_prompts(LENGTHS, VOCAB, 5)
-    requests = make_requests(prompts, NEW)
-    Engine(runner, 16).prefill(requests)
-    decoding = DecodingSection("speculative", "mtp", GAMMA)
-    strategy = make_strategy("speculative", Setup(runner, decoding, kv, draft=draft))
-    assert isinstance(strategy, Speculative) and isinstance(strategy.drafter, HeadDrafter)
-    drafter = strategy.drafter
-    strategy.admit(Batch(tuple(requests)))
+    requests, drafter = started(target, head)
+    runner = drafter.target
     texts = [
         [*request.prompt_ids, *request.output_ids, *random_prompts([NEW], VOCAB, number)[0]]
         for number, request in enumerate(requests)
@@ -110,3 +138,230 @@ def test_drafts_have_the_logits_of_the_definition(
             runner.truncate([row], [lengths[row]])
             requests[row].output_ids[:] = texts[row][LENGTHS[row] : lengths[row] + 1]
         drafter.commit(batch.rows, Lengths.of(lengths, runner.device))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """With the tokenizer of the tiny checkpoint, and heads of which some drafts are accepted."""
+    vocab_size = find_model("--model", str(tiny_checkpoint)).config.vocab_size
+    found = {}
+    for kind in KINDS:
+        target = the_model(vocab_size, kind)
+        head = PlainMtpHead(target, kind)
+        head.fit()
+        folder = tmp_path_factory.mktemp("with_head")
+        save_with_tokenizer(target, folder, tiny_checkpoint)
+        head.add_to(folder)
+        found[kind] = folder
+    return found
+
+
+DENSE = "Qwen3_5ForCausalLM"
+MIXTURE = "Qwen3_5MoeForCausalLM"
+NEXT = "Qwen3NextForCausalLM"
+WORKLOAD = "--dtype float32 --dataset demo --prefix_len 70 --gen_len 24 --threads 1 --ignore_eos"
+RUNS = {
+    "whole cache": (DENSE, "--draft mtp --kv_policy full"),
+    "window": (NEXT, "--draft mtp --budget 33 --gamma 6"),
+    "mixture": (MIXTURE, "--draft mtp --kv_policy full --gamma 1"),
+    "beside lookups": (DENSE, "--draft ngram+mtp --kv_policy full"),
+    "chosen length": (DENSE, "--draft mtp --kv_policy full --gamma auto"),
+    "chains that stop": (DENSE, "--draft mtp --kv_policy full --pa 0.5"),
+    "packed": (DENSE, "--draft mtp --kv_policy full --linear packed"),
+    "ranks": (DENSE, "--draft mtp --kv_policy full --nproc 2"),
+    "ranks of a mixture": (NEXT, "--draft mtp --budget 33 --nproc 2"),
+}
+
+
+@pytest.mark.narrow(5)
+@pytest.mark.parametrize(("kind", "words"), RUNS.values(), ids=RUNS)
+def test_drafts_change_no_token(
+    kind: str, words: str, checkpoints: dict[str, Path], command: Command, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    line = ["--model", checkpoints[kind], *WORKLOAD.split(), "--B", "3", "--num_batches", "2"]
+    ended = command("run", *line, *words.split(), "--out", out)
+    assert ended.code == 0, ended.err
+    records = [json.loads(text) for text in out.read_text().splitlines()]
+    assert [record["status"] for record in records] == ["verified"] * 2
+    assert records[0]["correctness"]["num_tokens"] == 144
+    assert records[1]["metrics"]["draft_acceptance_rate"] > 0 or "ngram" in words
+
+
+def test_requests_in_flight_have_the_tokens_of_transformers(
+    checkpoints: dict[str, Path],
+) -> None:
+    """Of ragged prompts, greedy."""
+    folder = checkpoints[DENSE]
+    other = transformers.Qwen3_5ForCausalLM.from_pretrained(folder).eval()
+    llm = LLM(str(folder), draft="mtp", kv=KVSection("full"), dtype="float32", threads=1)
+    generator = torch.Generator().manual_seed(4)
+    prompts = [
+        torch.randint(other.config.vocab_size, (length,), generator=generator).tolist()
+        for length in (7, 90, 33, 131)
+    ]
+    outputs = [list(stream) for stream in [llm.submit(p, 24, ignore_eos=True) for p in prompts]]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        with torch.no_grad():
+            logits = other(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == list(output)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_served_requests_have_the_tokens_of_requests_without_drafts(
+    num_ranks: int, checkpoints: dict[str, Path], command: Command, tmp_path: Path
+) -> None:
+    words = f"{WORKLOAD} --draft mtp --kv_policy full --modes inflight inflight+draft --B 2"
+    words += f" --num_requests 5 --nproc {num_ranks}"
+    out = tmp_path / "out.jsonl"
+    ended = command("serve", "--model", checkpoints[NEXT], *words.split(), "--out", out)
+    assert ended.code == 0, ended.err
+    records = [json.loads(text) for text in out.read_text().splitlines()]
+    assert [(r["status"], r["num_differing"]) for r in records] == [("verified", 0)] * 2
+    assert records[1]["metrics"]["draft_acceptance_rate"] > 0
+
+
+def test_sampled_drafts_have_the_probabilities_of_the_definition(tmp_path: Path) -> None:
+    reference = the_model(VOCAB)
+    plain = PlainMtpHead(reference)
+    target, head = load(save(reference, plain, tmp_path))
+    sampling = SamplingSection(temperature=1.5)
+    requests, drafter = started(target, head, sampling)
+    batch = DeviceBatch.of(Batch(tuple(requests)), VOCAB, torch.device("cpu"))
+    proposal = drafter.propose(batch, DraftShape(GAMMA, drafter.prepare(requests, GAMMA)))
+    assert proposal.probabilities is not None
+    for row, request in enumerate(requests):
+        text = [*request.prompt_ids, *request.output_ids]
+        logits = plain.chain(text, GAMMA, proposal.ids[row].tolist())
+        expected = (torch.stack(logits).double() / sampling.temperature).softmax(-1)
+        torch.testing.assert_close(proposal.probabilities[row], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("linear", ["torch", "packed"])
+def test_the_plan_has_the_bytes_of_the_head(linear: str, checkpoints: dict[str, Path]) -> None:
+    """Those that it holds without what is the target's, and those that a forward reads with it."""
+    for kind, folder in checkpoints.items():
+        workload = WorkloadSection(prefix_len=70, gen_len=16, batch_size=3)
+        asked = RunConfig(ModelSection(str(folder), "float32", linear), workload=workload)
+        run = find(asked.with_draft("mtp"), Launch(), SetupCache())
+        _, plan = model_plans_of(run.config, run.models, 0)
+        target, head = load(folder)
+        if linear == "packed":
+            pack(target)
+            pack(head)
+            head.share(target)
+        own = [x for name, x in head.named_parameters() if not name.startswith(SHARED)]
+        assert plan.weight_bytes == sum(x.nbytes for x in own), kind
+        assert costs.weight_bytes(head.config, Shard(), 4) == weight_bytes(head)
+
+
+REFUSED = {
+    "run --draft mtp --kv_policy snapkv": "a draft head keeps its whole cache or a window of it",
+    "run --draft mtp --draft_weights int8": "--draft_weights int8: the head of --draft mtp",
+    "run --draft mtp --draft_ranks 0 --nproc 2": "--draft_ranks 0: the head of --draft mtp is on",
+    "run --draft mtp --eagle_layers 1 2": "no EAGLE-3 head drafts here",
+    "acceptance --draft mtp": "acceptance: layers of",
+    "serve --draft mtp --modes inflight+draft --prefix_cache": "--prefix_cache: texts that begin",
+    "serve --draft mtp --modes pipeline+draft --nproc 2": "--modes pipeline+draft: layers of",
+    "serve --draft mtp --modes ring+draft --nproc 2": "--modes ring+draft: layers of",
+    "plan --draft mtp --draft_weights int8 --acceptance 0.8 --bandwidth 9 --flops 9": (
+        "--draft_weights int8: the head of --draft mtp"
+    ),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_is_not_served_is_refused(
+    words: str, checkpoints: dict[str, Path], command: Command, tmp_path: Path
+) -> None:
+    line = [*words.split(), "--model", checkpoints[DENSE]]
+    if not words.startswith("plan"):
+        line += ["--prefix_len", "70", "--gen_len", "16", "--dtype", "float32"]
+    ended = command(*line, "--out", tmp_path / "out.jsonl")
+    assert ended.code != 0 and REFUSED[words] in ended.err
+    assert len(ended.err.strip().splitlines()) == 1
+
+
+def test_a_model_without_a_head_is_refused(
+    tiny_checkpoint: Path, command: Command, tmp_path: Path
+) -> None:
+    ended = command("run", "--model", tiny_checkpoint, "--draft", "mtp", "--out", tmp_path / "o")
+    assert ended.code != 0 and "has no head for multi-token prediction (tensors mtp.*)" in ended.err
+    ended = command(
+        *("plan", "--model", "demo", "--draft", "mtp", "--acceptance", "0.8"),
+        *("--bandwidth", "9", "--flops", "9"),
+    )
+    assert ended.code != 0 and "demo has 0 layers for multi-token prediction" in ended.err
+
+
+CONTRADICTIONS = {
+    "config says none": ({"mtp_num_hidden_layers": 0}, {}, "are 1 layers .* config.json says 0"),
+    "config says two": ({"mtp_num_hidden_layers": 2}, {}, "are 1 layers .* config.json says 2"),
+    "two layers": (
+        {"mtp_num_hidden_layers": 2},
+        {"mtp.layers.1.input_layernorm.weight": torch.ones(48)},
+        "has 2 layers, and only one is served",
+    ),
+    "an embedding of its own": (
+        {"mtp_use_dedicated_embeddings": True},
+        {"mtp.embed_tokens.weight": torch.ones(VOCAB, 48)},
+        "mtp.embed_tokens.weight of shape .* is not part of the model",
+    ),
+    "a tensor is missing": ({}, {"mtp.norm.weight": None}, "mtp.norm.weight is missing"),
+    "another shape": ({}, {"mtp.fc.weight": torch.ones(48, 48)}, "mtp.fc.weight has shape"),
+    "numbers": (
+        {},
+        {"mtp.fc.weight": torch.ones(48, 96, dtype=torch.int8)},
+        "mtp.fc.weight is stored as int8",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "tensors", "message"), CONTRADICTIONS.values())
+def test_a_head_that_is_not_that_of_its_config_is_refused(
+    fields: dict[str, Any], tensors: dict[str, Tensor | None], message: str, tmp_path: Path
+) -> None:
+    """The model itself is found."""
+    reference = the_model(VOCAB)
+    save(reference, PlainMtpHead(reference), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | fields
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file) | tensors
+    save_file({name: x for name, x in stored.items() if x is not None}, file)
+    source = find_model("--model", str(tmp_path))
+    with pytest.raises(ValueError, match=message) as refusal:
+        find_mtp_head("--draft mtp", source)
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+def test_the_head_of_a_checkpoint_that_also_sees(tmp_path: Path) -> None:
+    """Its tensors are beside those of the text."""
+    reference = the_model(VOCAB)
+    _, own = load(save(reference, PlainMtpHead(reference), tmp_path))
+    text = json.loads((tmp_path / "config.json").read_text())
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": {key: text[key] for key in text if key != "architectures"}
+        | {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    save_file(
+        {name.replace("model.", "model.language_model."): x for name, x in stored.items()}, file
+    )
+    _, found = load(tmp_path)
+    pairs = zip(own.named_parameters(), found.named_parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in pairs)
+
+
+def test_a_random_model_has_a_random_head() -> None:
+    config = find_config("--model", "random:qwen3.5-27b")
+    weights = RandomWeights(expected_shapes(config))
+    source = ModelSource(config.name, config, weights, None, is_random=True)
+    head = find_mtp_head("--draft mtp", source)
+    assert head.is_random and head.weights.tensors["mtp.fc.weight"].shape == (5120, 10240)
+    numbers = [x.shape for name, x in head.weights.tensors.items()]
+    assert len(numbers) == 15  # those that the published checkpoint has
