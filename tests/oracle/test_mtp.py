@@ -93,7 +93,7 @@ def started(
     return requests, strategy.drafter
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_have_the_logits_of_the_definition(
     kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -244,6 +244,7 @@ def test_the_plan_has_the_bytes_of_the_head(linear: str, checkpoints: dict[str, 
         workload = WorkloadSection(prefix_len=70, gen_len=16, batch_size=3)
         asked = RunConfig(ModelSection(str(folder), "float32", linear), workload=workload)
         run = find(asked.with_draft("mtp"), Launch(), SetupCache())
+        assert run.config.draft is not None and run.config.draft.state_layers == (4,)
         _, plan = model_plans_of(run.config, run.models, 0)
         target, head = load(folder)
         if linear == "packed":

@@ -1,4 +1,4 @@
-"""Of EAGLE-3 heads, of acceptance by chance, and of what drafting must bring to pay."""
+"""Of draft heads, of acceptance by chance, and of what drafting must bring to pay."""
 
 from __future__ import annotations
 
@@ -34,6 +34,72 @@ PROPERTIES = (
                 "model/eagle.py",
                 "return logits, normed if self.norm_output else output",
                 "return logits, output",
+            ),
+        ),
+    ),
+    Property(
+        "Drafts of a head for multi-token prediction have the logits of its definition.",
+        "test_mtp.py::test_drafts_have_the_logits_of_the_definition[Qwen3_5ForCausalLM-untied]",
+        (
+            Fault(
+                "the state before the embedding",
+                "model/mtp.py",
+                "self.projection(torch.cat(both, dim=-1))",
+                "self.projection(torch.cat(both[::-1], dim=-1))",
+            ),
+            Fault(
+                "norms of a head as they are stored",
+                "model/families/family.py",
+                'norm=f"{MTP_PREFIX}norm")',
+                'norm=f"{MTP_PREFIX}norm", norm_offset=0.0)',
+            ),
+            Fault(
+                "states before the target's final norm",
+                "model/mtp.py",
+                "self.target_norm(states[:, :, 0].contiguous())",
+                "states[:, :, 0].contiguous()",
+            ),
+            Fault(
+                "an output fed back without the head's norm",
+                "model/mtp.py",
+                "return self.multiply_head(normed), normed",
+                "return self.multiply_head(normed), output",
+            ),
+            Fault(
+                "states of the slot before",
+                DRAFTER,
+                "x = self.head.pair(following, self.head.reduced(states))",
+                "x = self.head.pair(following, self.head.reduced(states.roll(1, dims=1)))",
+            ),
+            Fault(
+                "slots of rejected drafts stay",
+                DRAFTER,
+                "        filled = lengths.plus(-shape.pending)",
+                "        filled = lengths.plus(-min(1, shape.pending))",
+            ),
+        ),
+    ),
+    Property(
+        "The plan of a head for multi-token prediction is what it holds, and what it reads.",
+        "test_mtp.py::test_the_plan_has_the_bytes_of_the_head[torch]",
+        (
+            Fault(
+                "the target's matrix of logits twice",
+                "hardware/costs.py",
+                "        if c.is_mtp or (is_tied and",
+                "        if (is_tied and",
+            ),
+            Fault(
+                "a projection that nothing reads",
+                "hardware/costs.py",
+                "        return [(hidden, 2 * hidden), *shapes]",
+                "        return shapes",
+            ),
+            Fault(
+                "states before the last layer",
+                "setup/head_checks.py",
+                "        return (num_layers,)",
+                "        return (num_layers - 1,)",
             ),
         ),
     ),
