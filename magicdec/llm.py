@@ -60,7 +60,8 @@ class LLM:
     Args:
         model: the model, named as `--model` names it.
         draft: what proposes draft tokens, as `--draft` names it: "none", "self", "model:NAME",
-            "eagle:DIR", "ngram", "ngram+self", "ngram+model:NAME" or "ngram+eagle:DIR".
+            "eagle:DIR", "mtp", "ngram", "ngram+self", "ngram+model:NAME", "ngram+eagle:DIR" or
+            "ngram+mtp".
         gamma: draft tokens in each step, as `--gamma`, whose default for this draft holds; "auto"
             drafts as many as pay.
         kv: the entries of the KV cache that a drafting model reads.
