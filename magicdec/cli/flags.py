@@ -270,7 +270,7 @@ def announce_unchecked(prepared: Prepared) -> None:
     sources = {prepared.config.model.model: prepared.source}
     draft = prepared.config.draft
     if draft is not None and prepared.draft_source is not None:
-        sources[draft.model] = prepared.draft_source
+        sources.setdefault(draft.model, prepared.draft_source)  # a head may be in the same one
     for name, source in sources.items():
         outcome = None if is_exempt(source) else outcome_of(source)
         if outcome == DIFFERS:

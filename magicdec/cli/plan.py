@@ -18,6 +18,7 @@ from magicdec.config.choices.layers import check_copy, choose_weights
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
     MODEL_PREFIX,
+    NO_MTP_WEIGHTS,
     SELF,
     AttentionSection,
     ClusterSection,
@@ -431,10 +432,7 @@ def find_mtp_head(args: PlanSection, target: Deployment) -> Deployment:
             f"{MODEL_PREFIX}NAME"
         )
     if args.draft_weights not in (None, SAME):
-        raise ValueError(
-            f"--draft_weights {args.draft_weights}: the head of --draft {MTP} multiplies with the "
-            "target's matrix of logits; choose --target_dtype int8, or leave it out"
-        )
+        raise ValueError(f"--draft_weights {args.draft_weights}: {NO_MTP_WEIGHTS}")
     config = replace(model.mtp_config(), name=f"{MTP} of {model.name}")
     if target.low_bit is None:
         return replace(target, config=config, kv_dtype=None)

@@ -12,6 +12,7 @@ from magicdec.config.sections import (
     EAGLE_PREFIX,
     MODEL_PREFIX,
     NAMED,
+    NO_MTP_WEIGHTS,
     NONE,
     AttentionSection,
     DecodingSection,
@@ -162,8 +163,7 @@ class RunConfig:
             ),
             (
                 d.has_mtp_head and d.draft_weights is not None,
-                f"--draft_weights {d.draft_weights}: the head of --draft {MTP} multiplies with the "
-                "target's matrix of logits; choose --target_dtype int8, or leave it out",
+                f"--draft_weights {d.draft_weights}: {NO_MTP_WEIGHTS}",
             ),
             (
                 d.has_mtp_head and draft_ranks is not None,

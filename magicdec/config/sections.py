@@ -44,6 +44,10 @@ EAGLE_PREFIX = f"{EAGLE}:"
 NAMED = ("model", EAGLE)
 # What drafts beside the target; the head for multi-token prediction is in the target's checkpoint.
 BESIDE_TARGET = (*NAMED, MTP)
+NO_MTP_WEIGHTS = (
+    f"the head of --draft {MTP} multiplies with the target's matrix of logits; choose "
+    "--target_dtype int8, or leave it out"
+)
 PLAIN = "plain"
 CHAT = "chat"
 PROMPT_FORMATS = (PLAIN, CHAT)

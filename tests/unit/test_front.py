@@ -71,7 +71,7 @@ def test_a_draft_is_a_name() -> None:
     [
         (
             "--draft eagle",
-            "--draft eagle is not known; choose from self, model:NAME, eagle:DIR, ngram,",
+            "--draft eagle is not known; choose from self, model:NAME, eagle:DIR, mtp, ngram,",
         ),
         ("--draft ngram+ngram", "--draft ngram+ngram names one source twice; give ngram"),
         (

@@ -18,7 +18,7 @@ from torch import Tensor
 from magicdec.model.checkpoint.weight_files import TILE_ROWS, Index, StoredTensor, WeightSource
 
 STANDARD_DEVIATION = 0.02
-NORM = re.compile(r"(norm|\.ln_\w+)\.weight$")
+NORM = re.compile(r"(norm|_norm_(embedding|hidden)|\.ln_\w+)\.weight$")
 # Each tile has its own seed, so that a rank generates only the tiles that its slice overlaps.
 TILE_COLUMNS = 1024
 

@@ -140,7 +140,7 @@ class _Table:
         self.config = config
         self.shard = shard
         names = find_family(config.architecture).names(config)
-        self.names: Names = names.of_mtp_head() if config.is_mtp else names
+        self.names: Names = names.mtp_head_names() if config.is_mtp else names
         self.query_heads, self.kv_heads = shard.heads(config.num_heads, config.num_kv_heads)
         self.pieces: dict[str, list[Piece]] = {}
 

@@ -63,7 +63,7 @@ class Names:
             3 if self.packing == "separate" else 1
         )
 
-    def of_mtp_head(self) -> Names:
+    def mtp_head_names(self) -> Names:
         """Those of the model's head for multi-token prediction."""
         return replace(self, layer=f"{MTP_PREFIX}layers.{{}}.", norm=f"{MTP_PREFIX}norm")
 

@@ -243,12 +243,12 @@ def _flags_of_ranks(config: Mapping[str, Any], num_ranks: int | None) -> list[st
         return []
     usual = list(range(number))
     ranks = list(parallel.get("rank_group") or usual)
-    of_draft = ranks if model_drafter_of(config["decoding"]["drafter"]) == MTP else ranks[:1]
-    draft_ranks = list(draft.get("rank_group") or of_draft)
+    default_ranks = ranks if model_drafter_of(config["decoding"]["drafter"]) == MTP else ranks[:1]
+    draft_ranks = list(draft.get("rank_group") or default_ranks)
     words = [f"--nproc {number}"]
     for flag, given, default in (
         ("--rank_group", ranks, usual),
-        ("--draft_ranks", draft_ranks, of_draft),
+        ("--draft_ranks", draft_ranks, default_ranks),
     ):
         words += [] if given == default else [f"{flag} {' '.join(map(str, given))}"]
     return words

@@ -32,7 +32,7 @@ from magicdec.bench.report.figures.panels import (
 from magicdec.bench.report.frame import ENVIRONMENT, frame_of
 from magicdec.bench.report.listing import rank
 from magicdec.config.sections import SELF
-from magicdec.names import BASELINE, EAGLE
+from magicdec.names import BASELINE, HEADS
 from magicdec.output.figures import COLOURS, GREY
 
 if TYPE_CHECKING:
@@ -460,7 +460,8 @@ def names_of_drafts(passes: pd.DataFrame) -> list[str]:
 def kind_of_draft(drafter: str | None) -> str | None:
     if drafter is None:
         return None
-    kinds = {SELF: "the model itself", EAGLE: "trained heads", "model": "draft models"}
+    kinds = {SELF: "the model itself", "model": "draft models"}
+    kinds |= dict.fromkeys(HEADS, "trained heads")
     return kinds.get(drafter, "lookups")
 
 
