@@ -337,7 +337,7 @@ def test_a_head_that_lists_no_layers_takes_those_of_vllm(num_layers: int) -> Non
     def found(listed: tuple[int, ...] | None) -> tuple[int, ...]:
         eagle = EagleConfig(target_vocab_size=9, state_size=9, capture=listed)
         target: Any = SimpleNamespace(name="t", config=SimpleNamespace(num_layers=num_layers))
-        draft: Any = SimpleNamespace(name="d", config=SimpleNamespace(eagle=eagle))
+        draft: Any = SimpleNamespace(name="d", config=SimpleNamespace(eagle=eagle, is_mtp=False))
         return state_layers(RunConfig(draft=DraftSection("d")), target, draft)
 
     assert found(None) == found(expected) == expected
