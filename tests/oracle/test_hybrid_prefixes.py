@@ -13,10 +13,10 @@ import pytest
 import torch
 from conftest import decode, make_requests, random_prompts
 from fake_clock import VirtualClock
-from test_hybrid import the_model
 from test_in_flight import MOST_DRAFTS, OBSERVED
 from test_prefix_cache import FULL, MOST_NEW, draw_talk, serve
 from test_stale_kv import spoiled
+from tiny_hybrids import the_model
 
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection
@@ -45,6 +45,7 @@ DRAFTS = {
     "retrieval": ("self", KVSection("retrieval", 20, 2, recent_window=2)),
     "model": ("model", FULL),
     "lookup": ("ngram", FULL),
+    "head": ("mtp", FULL),
 }
 OBSERVING = ("snapkv", "verified", "retrieval")
 lone_outputs: dict[tuple[int, ...], list[int]] = {}

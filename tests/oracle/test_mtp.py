@@ -39,6 +39,7 @@ from magicdec.model.presets.presets import find_config
 from magicdec.model.transformer import Transformer
 from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.forward_batch import ForwardBatch
+from magicdec.runner.layer_states import StateRoom
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.runner.request import Batch, Request
@@ -80,7 +81,8 @@ def started(
     """Ragged requests with their first tokens, which a drafter has admitted."""
     size = len(LENGTHS), max(LENGTHS) + NEW + GAMMA
     group = Group((0,), 0)
-    runner = ModelRunner(target, SDPABackend(16), group, *size, most_uncommitted=GAMMA + 2)
+    room = StateRoom(GAMMA + 2)
+    runner = ModelRunner(target, SDPABackend(16), group, *size, state_room=room)
     runner.observers.append(HiddenStates.of(runner, [target.config.num_layers]))
     kv = KVSection("full")
     draft = make_draft(head, kv, *size)
@@ -221,6 +223,38 @@ def test_served_requests_have_the_tokens_of_requests_without_drafts(
     assert records[1]["metrics"]["draft_acceptance_rate"] > 0
 
 
+@pytest.mark.parametrize("kind", [DENSE, NEXT])
+def test_drafts_after_a_hit_are_those_after_a_prefill(
+    kind: str, checkpoints: dict[str, Path]
+) -> None:
+    """Of conversations that begin where a snapshot of the states was taken, within a block: as many
+    drafts are accepted in each step as if each text was prefilled anew."""
+    found = []
+    for shares in (False, True):
+        llm = LLM(
+            str(checkpoints[kind]),
+            draft="mtp",
+            kv=KVSection("full"),
+            dtype="float32",
+            threads=1,
+            max_tokens=400,
+            block_tokens=16,
+            prefix_cache=shares,
+        )
+        generator = torch.Generator().manual_seed(4)
+        text: list[int] = []
+        served = []
+        for length in (70, 9, 1, 30):
+            text += torch.randint(llm.model.vocab_size, (length,), generator=generator).tolist()
+            output = llm.submit(text, 24, ignore_eos=True).result()
+            text += output.output_ids
+            acceptance = output.metrics.acceptance
+            assert acceptance is not None and acceptance.num_accepted_draft_tokens
+            served.append((output.output_ids, acceptance.acceptance_histogram))
+        found.append(served)
+    assert found[0] == found[1]
+
+
 def test_sampled_drafts_have_the_probabilities_of_the_definition(tmp_path: Path) -> None:
     reference = the_model(VOCAB)
     plain = PlainMtpHead(reference)
@@ -262,7 +296,9 @@ REFUSED = {
     "run --draft mtp --draft_ranks 0 --nproc 2": "--draft_ranks 0: the head of --draft mtp is on",
     "run --draft mtp --eagle_layers 1 2": "no EAGLE-3 head drafts here",
     "acceptance --draft mtp": "acceptance: layers of",
-    "serve --draft mtp --modes inflight+draft --prefix_cache": "--prefix_cache: texts that begin",
+    "serve --draft mtp --modes inflight+draft --prefix_cache --kv_offload host": (
+        "--kv_offload host: host memory holds no states"
+    ),
     "serve --draft mtp --modes pipeline+draft --nproc 2": "--modes pipeline+draft: layers of",
     "serve --draft mtp --modes ring+draft --nproc 2": "--modes ring+draft: layers of",
     "plan --draft mtp --draft_weights int8 --acceptance 0.8 --bandwidth 9 --flops 9": (

@@ -21,7 +21,7 @@ from conftest import (
     random_prompts,
     tiny_transformer,
 )
-from draft_heads import FITTED
+from draft_heads import is_head, made_head, state_layers
 from fake_clock import VirtualClock
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,13 +41,18 @@ from test_window_blocks import model_of
 
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.config.sections import NAMED, DecodingSection, KVSection
+from magicdec.config.sections import (
+    BESIDE_TARGET,
+    DecodingSection,
+    KVSection,
+    model_drafter_of,
+)
 from magicdec.engine.engine import Engine
 from magicdec.engine.scheduler import StepCounts
 from magicdec.kv import prefix_cache
 from magicdec.kv.prefix_cache import PrefixCache
 from magicdec.model.transformer import Transformer
-from magicdec.names import EAGLE, NGRAM_AND
+from magicdec.names import MTP
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
 from magicdec.runner.observers.draft_log import DraftLog
@@ -168,8 +173,10 @@ def draft_for(
 ) -> DraftModel:
     """A draft model or head beside `runner`, whose rows share blocks."""
     is_native = runner.executor is not None
-    has_head = drafter.endswith(EAGLE)
+    has_head = is_head(drafter)
     model = head() if has_head else similar(is_native)
+    if model_drafter_of(drafter) == MTP:  # of this target
+        model = made_head(runner.model, drafter=drafter)
     draft = make_draft(
         model,
         kv,
@@ -182,7 +189,8 @@ def draft_for(
         shares_prefixes=shares,
     )
     if has_head:
-        runner.observers.append(HiddenStates.of(runner, FITTED.capture))
+        layers = state_layers(drafter, runner.model.config)
+        runner.observers.append(HiddenStates.of(runner, layers))
     if draft.is_rolling or draft.runner is None or has_head or not is_native:
         return draft
     own = replace(draft.runner, executor=Executor(model, runner.group))
@@ -242,7 +250,7 @@ def serve(
     `outputs`. Returns how often things happened."""
     seen = Counter[str]()
     draft = own = None
-    if drafter is not None and drafter.removeprefix(NGRAM_AND) in NAMED:
+    if drafter is not None and model_drafter_of(drafter) in BESIDE_TARGET:
         draft = draft_for(runner, drafter, kv, talk.most_tokens, shares)
         own = draft.runner
         assert own is not None, "this rank drafts"
