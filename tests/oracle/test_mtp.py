@@ -2,6 +2,7 @@
 has the logits of the definition, with a layer of transformers; and drafts change no token."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.bench.roofline import weight_bytes
+from magicdec.cli import plan
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     DecodingSection,
@@ -28,6 +30,7 @@ from magicdec.distributed.groups import Group, Launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine.engine import Engine
 from magicdec.hardware import costs
+from magicdec.hardware.ceiling_file import Hardware
 from magicdec.kv.cache import Lengths
 from magicdec.llm import LLM
 from magicdec.model.checkpoint.mtp_weights import find_mtp_head
@@ -37,6 +40,7 @@ from magicdec.model.checkpoint.weight_map import expected_shapes
 from magicdec.model.mtp import MtpHead
 from magicdec.model.presets.presets import find_config
 from magicdec.model.transformer import Transformer
+from magicdec.records.comparison.conditions import flags_of
 from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.layer_states import StateRoom
@@ -188,6 +192,7 @@ def test_drafts_change_no_token(
     assert [record["status"] for record in records] == ["verified"] * 2
     assert records[0]["correctness"]["num_tokens"] == 144
     assert records[1]["metrics"]["draft_acceptance_rate"] > 0 or "ngram" in words
+    assert "--draft_ranks" not in flags_of(records[1]["config"])
 
 
 def test_requests_in_flight_have_the_tokens_of_transformers(
@@ -279,14 +284,14 @@ def test_the_plan_has_the_bytes_of_the_head(linear: str, checkpoints: dict[str, 
         asked = RunConfig(ModelSection(str(folder), "float32", linear), workload=workload)
         run = find(asked.with_draft("mtp"), Launch(), SetupCache())
         assert run.config.draft is not None and run.config.draft.state_layers == (4,)
-        _, plan = model_plans_of(run.config, run.models, 0)
+        _, head_plan = model_plans_of(run.config, run.models, 0)
         target, head = load(folder)
         if linear == "packed":
             pack(target)
             pack(head)
             head.share(target)
         own = [x for name, x in head.named_parameters() if not name.startswith(SHARED)]
-        assert plan.weight_bytes == sum(x.nbytes for x in own), kind
+        assert head_plan.weight_bytes == sum(x.nbytes for x in own), kind
         assert costs.weight_bytes(head.config, Shard(), 4) == weight_bytes(head)
 
 
@@ -400,5 +405,19 @@ def test_a_random_model_has_a_random_head() -> None:
     source = ModelSource(config.name, config, weights, None, is_random=True)
     head = find_mtp_head("--draft mtp", source)
     assert head.is_random and head.weights.tensors["mtp.fc.weight"].shape == (5120, 10240)
-    numbers = [x.shape for name, x in head.weights.tensors.items()]
-    assert len(numbers) == 15  # those that the published checkpoint has
+    shapes = [stored.shape for stored in head.weights.tensors.values()]
+    assert len(shapes) == 15  # those that the published checkpoint has
+    # A forward reads them and the target's matrix of logits, of which an int8 one has a scale for
+    # 128 inputs of an output.
+    own = sum(math.prod(shape) for shape in shapes)
+    logits = 248320 * 5120
+    hardware = Hardware(1e9, 1e12)
+    for low_bit, logits_bytes in ((None, 2 * logits), ("int8", logits + 2 * logits // 128)):
+        target = costs.Deployment(config, hardware, 2, low_bit=low_bit)
+        planned = plan.find_mtp_head(plan.PlanSection("qwen3.5-27b", draft="mtp"), target)
+        cost = planned.forward(1, 1, 1000)
+        assert cost.weight_bytes == 2 * own + logits_bytes
+        # A number of a norm multiplies nothing. K and V of 4 heads of 256 numbers.
+        in_norms = 5 * 5120 + 2 * 256
+        assert cost.linear_flops == 2 * (own - in_norms + logits)
+        assert cost.kv_bytes == 1001 * 2 * 4 * 256 * 2
