@@ -250,7 +250,7 @@ def test_the_best_gamma_pays_for_its_tokens() -> None:
         ),
         ("--budget 16", "--budget 16 must be larger than --num_sink_tokens 16"),
         ("--gamma 36", "--gamma 36 is too large; it must be at most 35"),
-        ("--draft eagle:demo-eagle --kv_policy snapkv", "--kv_policy snapkv: an EAGLE-3 head"),
+        ("--draft eagle:demo-eagle --kv_policy snapkv", "--kv_policy snapkv: a draft head"),
         ("--prefix_len 64 99999", "--prefix_len 99999"),
         ("--dataset {short}", "short.txt"),
         ("--B 9999", "prefixes of --prefix_len 96 tokens; 9999 are needed (--B)"),
