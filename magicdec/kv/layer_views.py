@@ -55,7 +55,8 @@ class LayerWindows:
     def make(cls, windows: Sequence[int | None], max_tokens: int) -> LayerWindows:
         """Of layers with these windows. A window that no text of `max_tokens` gets past is none."""
         used = [None if w is None or w >= max_tokens else w for w in windows]
-        distinct = tuple(sorted(set(used), key=lambda window: -(window or math.inf)))
+        # Rows have a length also where no layer has keys.
+        distinct = tuple(sorted(set(used), key=lambda window: -(window or math.inf))) or (None,)
         return cls(distinct, tuple(distinct.index(window) for window in used))
 
     @property

@@ -86,9 +86,9 @@ class StateShape:
 
 @dataclass(frozen=True)
 class RowStates:
-    """What is kept of rows: `states` [L, rows, H, D, E] after `base` [rows] tokens, and of the
+    """What is kept of rows: `states` [L, rows, H, D, E] after `base` [L, rows] tokens, and of the
     newest tokens, by position, `channels` [L, rows, slots, C], `keys` [.., G, D], `corrections`
-    [.., H, E] and `decays` [.., H]."""
+    [.., H, E] and `decays` [.., H]. Layers differ in `base` after a forward that was cancelled."""
 
     base: Tensor
     states: Tensor
@@ -112,7 +112,7 @@ class RowStates:
 
         s = shape
         return cls(
-            base=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            base=torch.zeros(num_layers, num_rows, dtype=torch.int64, device=device),
             states=zeros(s.num_values, s.key_dim, s.value_dim),
             channels=zeros(num_slots, s.channels),
             keys=zeros(num_slots, s.num_keys, s.key_dim),
@@ -122,14 +122,13 @@ class RowStates:
 
     @property
     def by_layer(self) -> tuple[Tensor, ...]:
-        return self.states, self.channels, self.keys, self.corrections, self.decays
+        return self.base, self.states, self.channels, self.keys, self.corrections, self.decays
 
     def copy_rows(
         self, rows: Tensor, other: RowStates, source: Tensor, layers: Sequence[int]
     ) -> None:
         """Take what `layers` of `other`, as many as there are here, have of its rows `source` [B]
         for `rows` [B]."""
-        self.base[rows] = other.base[source]
         for own, others in zip(self.by_layer, other.by_layer, strict=True):
             for layer, number in enumerate(layers):
                 own[layer, rows] = others[number, source].to(own.dtype)
@@ -182,7 +181,7 @@ class LayerStates:
         self._begin(index)
 
     def _begin(self, rows: Tensor) -> None:
-        self.now.base[rows] = 0
+        self.now.base[:, rows] = 0
         self.now.states[:, rows] = 0
 
     def ends(self, row: int, length: int) -> list[int]:
@@ -195,8 +194,8 @@ class LayerStates:
         """Take a snapshot of a row as it was after `length` tokens, which it has or are the ends of
         its prompt."""
         held = self.kept if length == int(self.kept_lengths[row]) else self.now
-        base = int(held.base[row])
-        assert 0 < length - base <= self.num_slots or length == base, "it goes back so far"
+        base = int(held.base[0, row])  # which is that of all layers between two steps
+        assert 0 <= length - base <= self.num_slots, "it goes back so far"
         state = held.states[:, row]
         for position in range(base, length):
             at = (slice(None), row, position % self.num_slots)
@@ -207,7 +206,7 @@ class LayerStates:
 
     def load(self, row: int, number: int, length: int) -> None:
         """Begin a row with a snapshot, after `length` tokens."""
-        self.now.base[row] = length
+        self.now.base[:, row] = length
         self.now.states[:, row] = self.snapshots[:, number]
         before = self._slots_before(length)
         self.now.channels[:, row, before] = self.snapshot_channels[:, number]
@@ -219,7 +218,7 @@ class LayerStates:
 
     def assume(self, rows: Sequence[int], length: int) -> None:
         """Take the states as those after `length` tokens, for measurements."""
-        self.now.base[torch.tensor(list(rows), device=self.device)] = length
+        self.now.base[:, torch.tensor(list(rows), device=self.device)] = length
 
     def copy_prompts(
         self, rows: Tensor, other: LayerStates, source: Tensor, layers: Sequence[int]
@@ -234,20 +233,18 @@ class LayerStates:
     ) -> StateForward:
         """A forward of `num_new` tokens after the `first` [B] of rows [B], of which `committed` [B]
         stay."""
-        is_back = first < self.now.base[rows]
+        is_back = (first < self.now.base[:, rows]).any(0)
         if is_back.any():
             self._go_back(rows[is_back], first[is_back])
-        base = self.now.base[rows]
+        base = self.now.base[:, rows]
         end = first + num_new
         moved = torch.maximum(base, end - self.most_new)
         if not is_of_prompt:
             moved = torch.maximum(moved, committed - self.room.rerun)
         is_room = (end - self.most_new <= committed) | (first == committed)
         assert bool(is_room.all()), "no more drafts than there is room for"
-        self.now.base[rows] = moved
         if is_of_prompt:
             self.kept_lengths[rows] = end
-            self.kept.base[rows] = moved
         return StateForward(self, rows, base, first, moved, num_new, is_of_prompt)
 
     def _go_back(self, rows: Tensor, first: Tensor) -> None:
@@ -256,10 +253,10 @@ class LayerStates:
         self._begin(rows[is_begin])
         again = rows[~is_begin]
         self.now.copy_rows(again, self.kept, again, range(len(self.kept.states)))
-        kept = self.now.base[again] <= first[~is_begin]
+        kept = (self.now.base[:, again] <= first[~is_begin]).all(0)
         assert bool((kept & (first[~is_begin] <= self.kept_lengths[again])).all()), (
             f"rows {rows.tolist()} went back to {first.tolist()} tokens, and were kept from "
-            f"{self.kept.base[rows].tolist()} to {self.kept_lengths[rows].tolist()}"
+            f"{self.kept.base[:, rows].tolist()} to {self.kept_lengths[rows].tolist()}"
         )
 
 
@@ -282,7 +279,7 @@ class StateForward:
         self.first = first
         self.moved = moved
         self.is_of_prompt = is_of_prompt
-        self.num_written = int((first - base).max())
+        self.num_written = int((first - base).max()) if base.numel() else 0
         # Tokens before the newest ones can never go back.
         self.num_final = max(0, num_new - states.most_new)
         back = torch.arange(1 - states.shape.length, 0, device=rows.device)
@@ -313,6 +310,7 @@ class StateForward:
         out, written = recur(state, q[:, rest], k[:, rest], v[:, rest], tokens.part(rest))
         outputs.append(out)
         now.states[layer, self.rows] = moved
+        now.base[layer, self.rows] = self.moved[layer]
         shown = tokens.channels[:, tokens.channels.shape[1] - self.num_shown :]
         now.channels[layer, rows, self.slots_shown] = shown
         now.keys[layer, rows, self.slots_written] = written.keys
@@ -329,11 +327,11 @@ class StateForward:
         s = self.states
         state = moved = s.now.states[layer, self.rows]
         for number in range(self.num_written):
-            position = self.base + number
+            position = self.base[layer] + number
             at = (layer, self.rows, position % s.num_slots)
             after = write(state, s.now.keys[at], s.now.corrections[at], s.now.decays[at])
             state = torch.where(_by_row(position < self.first), after, state)
-            moved = torch.where(_by_row(position < self.moved), state, moved)
+            moved = torch.where(_by_row(position < self.moved[layer]), state, moved)
         return state, moved
 
 

@@ -174,7 +174,7 @@ class ModelRunner:
     def _make_counts(self) -> ForwardCounts:
         with torch.inference_mode(False):  # counts change outside inference mode
             on_device = torch.zeros(2, self.num_rows, 2, dtype=torch.int64, device=self.device)
-        num_layers = len(self.windows.window_indices)
+        num_layers = max(1, len(self.windows.window_indices))  # none where all have states
         return ForwardCounts(
             bytes_per_token=self.caches.bytes_per_token,
             num_layers=num_layers,

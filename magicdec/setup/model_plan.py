@@ -136,15 +136,10 @@ class ModelPlan:
 
     def __post_init__(self) -> None:
         """Raises ValueError for what states of layers with linear attention do not allow."""
-        obstacles = {
-            "--kv_offload host: host memory holds": self.offloads,
-            "stages: parts of a model share": self.part.layers is not None,
-        }
-        refused = next((what for what, applies in obstacles.items() if applies), None)
-        if refused is not None and self.model.mixers:
+        if self.offloads and self.model.mixers:
             raise ValueError(
-                f"{refused} no states, which layers of {self.model.name} keep (linear "
-                "attention); leave it out, or choose another model"
+                "--kv_offload host: host memory holds no states, which layers of "
+                f"{self.model.name} keep (linear attention); leave it out, or choose another model"
             )
 
     @property
@@ -357,7 +352,7 @@ class ModelPlan:
     def kv_bytes(self) -> int:
         pairs = zip(self.storages(), self.windows.num_layers, strict=True)
         tokens_of_layers = sum(storage.num_tokens * count for storage, count in pairs)
-        num_layers = len(self.part_model.attention_kinds)
+        num_layers = max(1, len(self.part_model.attention_kinds))
         return tokens_of_layers * self.bytes_per_token // num_layers + self.linear_bytes
 
     @property

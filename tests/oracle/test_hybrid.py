@@ -6,6 +6,7 @@ import json
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.gated_delta import CHUNK, DeltaTokens, convolve, recur, recur_in_chunks, write
 from magicdec.model.transformer import Transformer
 from magicdec.output.console import make_progress
-from magicdec.runner.forward_batch import ForwardBatch
+from magicdec.runner.forward_batch import Cancelled, ForwardBatch
 from magicdec.runner.layer_states import StateRoom, StateShape
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request, SamplingParams
@@ -153,12 +154,25 @@ def logits_of_ranks(models: list[Transformer], ids: Tensor) -> Tensor:
         return torch.cat(list(pool.map(compute, range(len(models)))), dim=-1)
 
 
+@dataclass
+class CancelAfter:
+    """Set before the layer after so many."""
+
+    num_layers: int
+    address: int = 0
+    value: int = 0
+
+    def is_set(self) -> bool:
+        self.num_layers -= 1
+        return self.num_layers < 0
+
+
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_rows_go_back_to_any_token(data: st.DataObject, model: Transformer, reference: Any) -> None:
     """Ragged rows take right and wrong tokens, as drafts that stay uncommitted or as verifications,
-    and lose any number of the wrong ones, again and again; so do rows that begin anew, and those
-    that go back to the end of their prompt."""
+    and lose any number of the wrong ones, again and again; so do rows that begin anew, those that
+    go back to the end of their prompt, and those of forwards that are cancelled after any layer."""
     length = 100
     ids = torch.randint(97, (3, length), generator=torch.Generator().manual_seed(2))
     expected = logits_of(reference, ids)
@@ -180,6 +194,11 @@ def test_rows_go_back_to_any_token(data: st.DataObject, model: Transformer, refe
             draft = torch.randint(97, (len(rows), 1), generator=generator)
             runner.forward(ForwardBatch(draft, rows, committed=held))
         runner.truncate(rows, held)
+        if data.draw(st.booleans(), label="is cancelled"):
+            lost = torch.randint(97, (len(rows), data.draw(st.integers(1, MOST), label="lost")))
+            after = CancelAfter(data.draw(st.integers(0, 3), label="layers"))
+            with pytest.raises(Cancelled):
+                runner.forward(ForwardBatch(lost, rows, committed=held, cancellation=after))
         T = data.draw(st.integers(1, MOST), label="T")
         right = data.draw(st.integers(1, T), label="right")
         if max(held) + right > length:
@@ -391,6 +410,31 @@ def test_turns_begin_with_the_states_of_those_before(
         assert record["metrics"]["prefix_hit_rate"] > 0.5
 
 
+STAGES = {
+    "ring": "--modes ring ring+draft --nproc 2 --draft ngram --layer_split auto",
+    "ring, a model drafts": "--modes ring ring+draft --nproc 3 --draft model:{} --kv_policy full",
+    "pipelines": "--modes pipeline pipeline+draft pipeinfer --nproc 2 --draft ngram",
+    "pipelines, a model drafts": "--modes pipeline pipeinfer --nproc 3 --draft model:{} "
+    "--kv_policy full --pa 0.1",
+    "two ranks a stage": "--modes pipeline pipeinfer --nproc 4 --draft ngram --layer_split 3,1",
+}
+
+
+@pytest.mark.narrow(2)
+@pytest.mark.parametrize("words", STAGES.values(), ids=STAGES)
+def test_stages_keep_the_states_of_their_layers(
+    words: str, checkpoint: Path, command: Command, tmp_path: Path
+) -> None:
+    """Also of stages that have no layer with attention, and of runs that are cancelled."""
+    out = tmp_path / "out.jsonl"
+    line = ["--num_requests", "5", "--concurrency", "2", "--gamma", "3", "--out", out]
+    line += [*words.format(checkpoint).split(), *WORKLOAD.split()]
+    ended = command("serve", "--model", checkpoint, *line)
+    assert ended.code == 0, ended.err
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["status"] for record in records] == ["verified"] * len(records)
+
+
 def test_a_python_program_shares_prefixes(checkpoint: Path) -> None:
     """Answers are those without a cache."""
     generator = torch.Generator().manual_seed(6)
@@ -532,15 +576,14 @@ def test_the_plan_has_the_bytes_of_states(checkpoint: Path) -> None:
     runner = make_runner(plan, model, Group((0,), 0))
     assert runner.states is not None
     held = [*runner.states.now.by_layer, *runner.states.kept.by_layer]
-    assert plan.linear_bytes == sum(x.numel() * x.element_size() for x in held)
+    numbers = [x for x in held if x.is_floating_point()]
+    assert plan.linear_bytes == sum(x.numel() * x.element_size() for x in numbers)
     assert plan.kv_bytes == runner.caches.num_bytes + plan.linear_bytes
     assert StateShape.of(run.source.config.mixers, Shard()).channels == 2 * 2 * 16 + 4 * 8
 
 
 REFUSED = {
     "serve --modes inflight --prefix_cache --kv_offload host": "host memory holds no states",
-    "serve --modes ring --nproc 2": "--modes ring: layers of",
-    "serve --modes pipeline --nproc 2": "--modes pipeline: layers of",
     "acceptance --draft self": "acceptance: layers of",
     "run --draft model:{} --kv_policy streaming_llm --budget 33": "streaming_llm: layers",
     "run --native_steps on": "--native_steps on: not possible with linear attention",

@@ -66,6 +66,7 @@ class Recount:
         # None until the first is judged.
         self.open: dict[tuple[int, int], tuple[int, int | None]] = {}
         self.firsts: dict[int, int] = {}  # the place of the first draft of each run
+        self.committed: dict[int, int] = {}  # tokens before which no run begins, by request
         self.runs = self.speculative_runs = self.launched = 0
 
     def observe(self, actions: Tokens[Action]) -> None:
@@ -78,9 +79,13 @@ class Recount:
                 self.commit(action)
 
     def launch(self, launch: RunLaunch) -> None:
-        """What a lane holds from the first position on is void."""
+        """What a lane holds from the first position on is void, and nothing ever before what is
+        committed."""
         request = launch.request
         known = len(self.texts[launch.request])
+        assert launch.first >= self.committed.get(request, 0)
+        self.committed[request] = launch.num_committed
+        assert launch.num_committed == min(launch.first, known - 1)
         self.forget(request, launch.first)
         drafts = [
             (place, token)

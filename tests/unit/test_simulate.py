@@ -99,7 +99,7 @@ def test_a_link_is_occupied_for_the_bytes_of_a_message() -> None:
 
 
 def launch(run: int, num_rows: int) -> RunLaunch:
-    return RunLaunch(run, 0, 0, False, 1, 0, (0,) * num_rows)
+    return RunLaunch(run, 0, 0, False, 1, 0, 0, (0,) * num_rows)
 
 
 def test_messages_take_turns_on_a_link() -> None:

@@ -258,7 +258,7 @@ class LaunchedRuns(FakeStage):
 
 def runs(first: int, num_runs: int, wait_s: float) -> Iterator[tuple[float, Message]]:
     for run in range(first, first + num_runs):
-        launch = RunLaunch(run, 0, 1, True, num_outputs=2, first=5, tokens=(7, 8))
+        launch = RunLaunch(run, 0, 1, True, 2, num_committed=4, first=5, tokens=(7, 8))
         yield wait_s, Message(Kind.HIDDEN, run, words=launch.to_words())
 
 

@@ -87,7 +87,6 @@ class MDILLMSettings(StagesSettings, RowSettings, PrefillSettings):
         from magicdec.distributed.tensor_parallel import Shard
         from magicdec.systems.stages.staged import check_split
 
-        self.check_states(passes, source)
         grid = self.grid(world_size)
         check_split(read_split(self.layer_split).stages, grid, source)
         Shard(0, grid.tensor_parallel).heads(source.config.num_heads, source.config.num_kv_heads)

@@ -77,7 +77,6 @@ class PipeInferSettings(StagesSettings):
     ) -> None:
         from magicdec.distributed.tensor_parallel import Shard
 
-        self.check_states(passes, source)
         model = source.config
         layout = make_layout(self.layer_split, world_size, model.num_layers)
         Shard(0, layout.tensor_parallel).heads(model.num_heads, model.num_kv_heads)

@@ -58,7 +58,7 @@ from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
 from magicdec.systems.stages.spans import SpanKind, Spans
 from magicdec.systems.stages.stage import StageLoop
 
-RUN_WORDS = 7  # of the header of a launch: a run of one row has so many words
+RUN_WORDS = 8  # of the header of a launch: a run of one row has so many words
 NUMBER_WORDS = 3  # of the header of other messages, which have no payload
 
 Event = tuple[bool, Message] | BaseException

@@ -12,7 +12,8 @@ class RunLaunch:
     """A run of rows through the stages, in the order of launches.
 
     The rows are consecutive tokens from position `first` on, from where a stage first forgets the
-    lane. The predictions of the last `num_outputs` rows come home.
+    lane. The predictions of the last `num_outputs` rows come home. No later run begins before the
+    `num_committed` tokens of the lane that are committed.
     """
 
     run: int
@@ -20,6 +21,7 @@ class RunLaunch:
     lane: int  # the row of the KV cache that belongs to the request
     is_speculative: bool
     num_outputs: int
+    num_committed: int
     first: int
     tokens: tuple[int, ...]
 
@@ -32,14 +34,15 @@ class RunLaunch:
         return range(self.first, self.first + self.num_rows)
 
     def to_words(self) -> tuple[int, ...]:
-        """The run as int64 words: six words of header, then the tokens."""
+        """The run as int64 words: seven words of header, then the tokens."""
         numbers = (self.run, self.request, self.lane, int(self.is_speculative), self.num_outputs)
-        return (*numbers, self.first, *self.tokens)
+        return (*numbers, self.num_committed, self.first, *self.tokens)
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> RunLaunch:
-        run, request, lane, is_speculative, num_outputs, first, *tokens = words
-        return cls(run, request, lane, bool(is_speculative), num_outputs, first, tuple(tokens))
+        run, request, lane, is_speculative, num_outputs, committed, first, *tokens = words
+        numbers = num_outputs, committed, first
+        return cls(run, request, lane, bool(is_speculative), *numbers, tuple(tokens))
 
 
 class JudgedRun(NamedTuple):

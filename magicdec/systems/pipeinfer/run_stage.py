@@ -212,6 +212,7 @@ class RunStage:
                 x,
                 [launch.lane],
                 num_outputs=launch.num_outputs,
+                committed=[launch.num_committed],
                 cancellation=cancellation,
                 is_of_prompt=is_of_prompt,
             )

@@ -179,6 +179,7 @@ class Sequence:
             self.lane,
             run.is_speculative,
             run.num_outputs,
+            min(first, self.tip.position),
             first,
             tuple(tokens),
         )

@@ -273,6 +273,7 @@ def time_part(stage: RunStage, step: DecodeStep) -> float:
         lane=0,
         is_speculative=num_rows > 1,
         num_outputs=num_rows,
+        num_committed=step.context,
         first=step.context,
         tokens=(1,) * num_rows,
     )

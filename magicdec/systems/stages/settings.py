@@ -15,7 +15,6 @@ from magicdec.names import NGRAM_AND
 from magicdec.systems.declaration import Ranks, SystemSettings, refuse_sampling
 
 if TYPE_CHECKING:
-    from magicdec.model.checkpoint.source import ModelSource
     from magicdec.systems.modes import Pass
     from magicdec.systems.options import ServeOptions
 
@@ -52,13 +51,6 @@ class StagesSettings(StagesSection, SystemSettings):
             raise ValueError(f"--emulate_link_ms {self.emulate_link_ms}: one rank has no link")
         if self.emulates:
             self._check_emulation(load, config)
-
-    def check_states(self, passes: Sequence[Pass], source: ModelSource) -> None:
-        """Raises ValueError for a model whose layers keep states, which stages do not take back."""
-        from magicdec.setup.model_checks import check_states
-
-        why = "stages are of layers with attention alone; choose another mode"
-        check_states(f"--modes {passes[0].name}", source, why)
 
     def _check_emulation(self, load: ServeOptions, config: RunConfig) -> None:
         """Raises ValueError for what means nothing beside stages that sleep."""

@@ -22,8 +22,14 @@ PROPERTIES = (
             Fault(
                 "the base moves past what is committed",
                 STATES,
-                "torch.where(_by_row(position < self.moved), state, moved)",
+                "torch.where(_by_row(position < self.moved[layer]), state, moved)",
                 "state",
+            ),
+            Fault(
+                "a cancelled forward moves the base of all layers",
+                STATES,
+                "        is_room = (end - self.most_new",
+                "        self.now.base[:, rows] = moved\n        is_room = (end - self.most_new",
             ),
             Fault(
                 "what a token wrote is looked for in the slot behind",
@@ -234,6 +240,18 @@ PROPERTIES = (
                 "model/checkpoint/weight_map.py",
                 "own = max(values[0] - head * group, 0), min(",
                 "own = 0, min(",
+            ),
+        ),
+    ),
+    Property(
+        "Stages go back to what is committed.",
+        "test_pipelined_scheduler.py::test_every_schedule_emits_what_plain_decoding_emits[0]",
+        (
+            Fault(
+                "drafts are taken for committed",
+                "systems/pipeinfer/sequence.py",
+                "min(first, self.tip.position),",
+                "first,",
             ),
         ),
     ),
