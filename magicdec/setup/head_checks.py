@@ -40,7 +40,7 @@ def check_head(target: ModelSource, draft: ModelSource, is_staged: bool) -> None
     model = target.config
     if is_staged:
         raise ValueError(
-            f"{label}: a head takes states of several layers, which stages hold apart; choose "
+            f"{label}: a head takes states of layers that stages hold apart; choose "
             "ngram or model:NAME"
         )
     if is_mtp:

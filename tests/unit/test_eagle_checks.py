@@ -290,7 +290,7 @@ def test_a_head_is_named_as_one(words: str, message: str, tmp_path: Path, comman
 def test_stages_have_no_states_for_a_head(name: str, tmp_path: Path) -> None:
     write_head(tmp_path / "head", find_model("--model", "demo").config, HeadForm())
     words = "--modes", "ring+draft" if name == "recurrent" else "pipeline+draft"
-    with pytest.raises(ValueError, match="takes states of several layers, which"):
+    with pytest.raises(ValueError, match="takes states of layers that stages"):
         prepare_as(name, tmp_path, "--draft", f"eagle:{tmp_path / 'head'}", *words, world_size=2)
 
 
