@@ -304,8 +304,8 @@ REFUSED = {
     "serve --draft mtp --modes inflight+draft --prefix_cache --kv_offload host": (
         "--kv_offload host: host memory holds no states"
     ),
-    "serve --draft mtp --modes pipeline+draft --nproc 2": "--draft mtp: a head takes states of layers that",
-    "serve --draft mtp --modes ring+draft --nproc 2": "--draft mtp: a head takes states of layers that",
+    "serve --draft mtp --modes pipeline+draft --nproc 2": "--draft mtp: a head takes states",
+    "serve --draft mtp --modes ring+draft --nproc 2": "--draft mtp: a head takes states",
     "plan --draft mtp --draft_weights int8 --acceptance 0.8 --bandwidth 9 --flops 9": (
         "--draft_weights int8: the head of --draft mtp"
     ),
