@@ -401,9 +401,10 @@ def load_dequantised(kind: Any, source: ModelSource) -> tuple[Any, str | None]:
             weights = values_of([path, *(parts - {path})], stored)
         else:
             weights = {name: source.weights.read(name).float() for name in stored}
-        if find_family(source.config.architecture).names(source.config).stacked_experts:
+        stack = find_family(source.config.architecture).names(source.config).stacked_experts
+        if stack is not None and stack.takes_turns:
             weights = stacked(weights)
-        model, found = kind.from_pretrained(  # it stacks the experts of a mixture
+        model, found = kind.from_pretrained(  # it stacks the experts of other mixtures
             None,
             config=kind.config_class.from_dict(fields),
             state_dict=weights,

@@ -117,7 +117,7 @@ TENSORS: list[tuple[dict[str, Any], str]] = [
     ({"gate_up_proj_scales": None}, r"gate_proj.scales is missing"),
     ({"down_proj_scales": torch.zeros(8, 64, 2, dtype=torch.uint8)}, "scales has shape"),
     ({"down_proj_blocks": torch.zeros(8, 64, 48, dtype=torch.uint8)}, "expected 4 dimensions"),
-    ({"gate_up_proj_bias": torch.zeros(8, 191)}, "an output for each of gate_proj, up_proj"),
+    ({"gate_up_proj_bias": torch.zeros(8, 191)}, "many outputs for each of gate_proj, up_proj"),
     ({"gate_up_proj_bias": None}, "experts.0.gate_proj.bias is missing"),
     ({"down_proj": torch.zeros(8, 96, 64)}, "is stored as float32|is not read"),
 ]

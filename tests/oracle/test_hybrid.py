@@ -105,6 +105,26 @@ def test_logits_are_those_of_transformers(
     torch.testing.assert_close(torch.cat(found, 1), logits_of(reference, ids), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_experts_of_a_layer_are_stored_as_one(num_ranks: int, tmp_path: Path) -> None:
+    """As published in bfloat16, and as transformers has them; it saves a tensor for each."""
+    reference = the_model(97, "Qwen3_5MoeForCausalLM")
+    reference.save_pretrained(tmp_path)
+    stored = {name: x.contiguous() for name, x in reference.state_dict().items()}
+    shapes = {name.split(".mlp.")[1]: x.shape for name, x in stored.items() if "experts." in name}
+    assert shapes["experts.gate_up_proj"] == (6, 48, 48)
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    source = find_model("--model", str(tmp_path))
+    cpu = torch.device("cpu")
+    models = [
+        load_transformer(source.config, source.weights, shard, None, torch.float32, cpu)
+        for shard in (Shard(rank, num_ranks) for rank in range(num_ranks))
+    ]
+    ids = torch.randint(97, (2, 70), generator=torch.Generator().manual_seed(1))
+    found = logits_of_ranks(models, ids)
+    torch.testing.assert_close(found, logits_of(reference, ids), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_has_the_logits_of_transformers(

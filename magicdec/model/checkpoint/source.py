@@ -398,8 +398,9 @@ def _stored(path: Path, config: ModelConfig) -> WeightSource:
     whole = with_body(source, body, head) if is_bare else source
     if is_gguf(path):
         return whole
-    if family.names(config).stacked_experts:
-        whole = UnstackedExperts(whole)
+    stack = family.names(config).stacked_experts
+    if stack is not None:
+        whole = UnstackedExperts(whole, stack)
     stated = read_method(path if path.is_dir() else path.parent)
     if stated is None:
         return converted(whole, config)

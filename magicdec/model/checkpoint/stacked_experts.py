@@ -1,10 +1,13 @@
 """UnstackedExperts: a checkpoint with one tensor for all experts of a layer, as one with a tensor
-for each. That is how gpt-oss is stored:
+for each (`ExpertStack`). gpt-oss is stored so:
 
 - `X.gate_up_proj` [E, hidden, 2 F], whose last dimension has gates and ups by turns;
 - `X.down_proj` [E, F, hidden];
 - `X.gate_up_proj_bias` [E, 2 F] and `X.down_proj_bias` [E, hidden];
 - in MXFP4, `_blocks` [E, N, K / 32, 16] and `_scales` [E, N, K / 32] in place of a matrix [N, K].
+
+Mixtures of Qwen3.5 in bfloat16 have `X.gate_up_proj` [E, 2 F, hidden], first all gates, and
+`X.down_proj` [E, hidden, F]; those in FP8 have a tensor for each expert.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 from magicdec.model.checkpoint.weight_files import Index, StoredTensor, WeightSource
+from magicdec.model.families.family import ExpertStack
 from magicdec.output.files import AGAIN
 
 STACKED = re.compile(r"(?P<experts>.*\.experts)\.(?P<which>gate_up|down)_proj(?P<part>|_[a-z]+)")
@@ -44,9 +48,10 @@ class UnstackedExperts(WeightSource):
     """Names of an expert are `X.{number}.gate_proj.weight`, and so on. Raises ValueError for a
     stacked tensor of another shape."""
 
-    def __init__(self, source: WeightSource) -> None:
+    def __init__(self, source: WeightSource, stack: ExpertStack) -> None:
         super().__init__(source.path)
         self._source = source
+        self._stack = stack
         self._shares: dict[str, Share] = {}
         for name, stored in source.tensors.items():
             found = STACKED.fullmatch(name)
@@ -58,20 +63,22 @@ class UnstackedExperts(WeightSource):
     def _unstack(self, name: str, stored: StoredTensor, found: re.Match[str]) -> None:
         leaf, num_dims = PARTS[found["part"]]
         matrices = ("down_proj",) if found["which"] == "down" else ("gate_proj", "up_proj")
-        is_transposed = leaf == "weight"
+        is_transposed = leaf == "weight" and self._stack.is_transposed
         shape = stored.shape
         outputs = shape[-1] if is_transposed else shape[min(1, len(shape) - 1)]
         if len(shape) != num_dims or outputs % len(matrices):
             raise ValueError(
-                f"{stored.file}: {name} has shape {shape}, expected {num_dims} dimensions with an "
-                f"output for each of {', '.join(matrices)} by turns; {AGAIN}"
+                f"{stored.file}: {name} has shape {shape}, expected {num_dims} dimensions with as "
+                f"many outputs for each of {', '.join(matrices)}; {AGAIN}"
             )
         inputs = shape[1:-1] if is_transposed else shape[2:]
-        own = StoredTensor((outputs // len(matrices), *inputs), stored.dtype, stored.file)
+        num_own = outputs // len(matrices)
+        own = StoredTensor((num_own, *inputs), stored.dtype, stored.file)
+        apart, step = (1, len(matrices)) if self._stack.takes_turns else (num_own, 1)
         for expert in range(shape[0]):
-            for first, matrix in enumerate(matrices):
+            for number, matrix in enumerate(matrices):
                 unstacked = f"{found['experts']}.{expert}.{matrix}.{leaf}"
-                share = Share(name, expert, first, len(matrices), is_transposed)
+                share = Share(name, expert, number * apart, step, is_transposed)
                 self._shares[unstacked] = share
                 self.tensors[unstacked] = own
 
@@ -84,12 +91,14 @@ class UnstackedExperts(WeightSource):
         outputs, *inputs = (
             slice(*part.indices(size)[:2]) for part, size in zip(whole, shape, strict=True)
         )
-        stored = slice(share.step * outputs.start, share.step * outputs.stop)
+        begin = share.first + share.step * outputs.start
+        end = begin + share.step * max(0, outputs.stop - outputs.start - 1) + 1
+        stored = slice(begin, end if outputs.stop > outputs.start else begin)
         own = slice(share.expert, share.expert + 1)
         if share.is_transposed:
             values = self._source.read(share.name, (own, *inputs, stored))[0]
-            return values[..., share.first :: share.step].T
-        return self._source.read(share.name, (own, stored, *inputs))[0, share.first :: share.step]
+            return values[..., :: share.step].T
+        return self._source.read(share.name, (own, stored, *inputs))[0, :: share.step]
 
 
 UNSTACKED = re.compile(
@@ -99,7 +108,7 @@ UNSTACKED = re.compile(
 
 
 def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse, of plain tensors by name: those of the experts of a layer as one."""
+    """The inverse for gpt-oss, of plain tensors by name: those of the experts of a layer as one."""
     found: dict[str, Tensor] = {}
     parts: dict[tuple[str, str, str], dict[int, Tensor]] = {}
     for name, tensor in tensors.items():

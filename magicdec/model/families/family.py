@@ -17,6 +17,16 @@ PACKINGS = ("separate", "stacked", "grouped")
 
 
 @dataclass(frozen=True)
+class ExpertStack:
+    """How one tensor has the matrices of all experts of a layer: as [in, out] if they are
+    `transposed`, and outputs of the gate and the up projection by turns, or first all of the
+    gate."""
+
+    is_transposed: bool = False
+    takes_turns: bool = False
+
+
+@dataclass(frozen=True)
 class Names:
     """Checkpoint names without ".weight" and ".bias", Llama's by default. Names from
     `attention_norm` on are appended to `layer`, whose "{}" is the layer's number, and those of an
@@ -25,7 +35,7 @@ class Names:
 
     `packing`: q, k and v are three tensors (separate), one with all rows of q, then k, then v
     (stacked), or one by KV head (grouped). `transposed`: layers' matrices are [in, out].
-    `stacked_experts`: those of a layer's experts are stored as one (`stacked_experts.py`).
+    `stacked_experts`: those of a layer's experts may be stored as one (`stacked_experts.py`).
     `norm_offset`: what is added to norms' weights as stored."""
 
     embedding: str = "model.embed_tokens"
@@ -50,7 +60,7 @@ class Names:
     expert_down: str = "down_proj"
     shared_expert: str = "mlp.shared_expert."
     shared_gate: str = "mlp.shared_expert_gate"
-    stacked_experts: bool = False
+    stacked_experts: ExpertStack | None = None
     post_attention_norm: str = ""
     post_mlp_norm: str = ""
     linear: str = "linear_attn."

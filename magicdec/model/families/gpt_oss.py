@@ -8,7 +8,7 @@ from typing import Any
 
 from magicdec.model.config import ClampedGate, ExpertsConfig, ModelConfig, RopeConfig
 from magicdec.model.families.config_keys import FOREIGN
-from magicdec.model.families.family import Family, Names
+from magicdec.model.families.family import ExpertStack, Family, Names
 from magicdec.model.families.fields import ConfigFields, only, positive, size, switch
 from magicdec.model.families.llama import decoder
 from magicdec.model.families.windows import FULL, SLIDING, kinds, layer_types
@@ -52,7 +52,8 @@ def read(raw: ConfigFields) -> dict[str, Any]:
 
 
 def names(config: ModelConfig) -> Names:
-    return replace(Names(), router="mlp.router", stacked_experts=True)
+    stack = ExpertStack(is_transposed=True, takes_turns=True)
+    return replace(Names(), router="mlp.router", stacked_experts=stack)
 
 
 GPT_OSS = Family("gpt_oss", read, names)

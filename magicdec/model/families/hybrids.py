@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from magicdec.model.config import ExpertsConfig, LayerKind, ModelConfig, RopeConfig
-from magicdec.model.families.family import MTP_PREFIX, Family, Names
+from magicdec.model.families.family import MTP_PREFIX, ExpertStack, Family, Names
 from magicdec.model.families.fields import ConfigFields, only, size, switch
 from magicdec.model.families.planned import (
     NEXT_TOKENS,
@@ -117,14 +117,15 @@ def read_mixture_3_5(raw: ConfigFields) -> dict[str, Any]:
 
 def names(config: ModelConfig) -> Names:
     """Of a model that also sees, the text has a place of its own."""
+    text = Names(norm_offset=1.0, stacked_experts=ExpertStack())
     if not config.architecture.endswith("ForConditionalGeneration"):
-        return Names(norm_offset=1.0)
+        return text
     body = "model.language_model."
-    return Names(
+    return replace(
+        text,
         embedding=f"{body}embed_tokens",
         norm=f"{body}norm",
         layer=f"{body}layers.{{}}.",
-        norm_offset=1.0,
     )
 
 

@@ -256,6 +256,18 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "The experts of a layer are read from one tensor as published.",
+        f"{HYBRID}test_experts_of_a_layer_are_stored_as_one",
+        (
+            Fault(
+                "gates and ups by turns",
+                "model/families/hybrids.py",
+                "stacked_experts=ExpertStack()",
+                "stacked_experts=ExpertStack(takes_turns=True)",
+            ),
+        ),
+    ),
+    Property(
         "The check of forwards takes each layer's own state to its parts.",
         f"{HYBRID}test_forwards_are_measured_in_parts_of_the_layers",
         (

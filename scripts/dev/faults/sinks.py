@@ -53,8 +53,8 @@ PROPERTIES = (
             Fault(
                 "gates and ups that are not by turns",
                 STACKED,
-                "Share(name, expert, first, len(matrices), is_transposed)",
-                "Share(name, expert, 0, len(matrices), is_transposed)",
+                "Share(name, expert, number * apart, step, is_transposed)",
+                "Share(name, expert, 0, step, is_transposed)",
             ),
             Fault(
                 "a gate without its limit",
