@@ -30,9 +30,11 @@ KV_POLICIES = {
     "snapkv": "magicdec.speculation.policies.snapkv:SnapKV",
     "verified": "magicdec.speculation.policies.verified:VerifiedKV",
     "retrieval": "magicdec.speculation.policies.retrieval:Retrieval",
+    "quantised": "magicdec.speculation.policies.quantised:Quantised",
 }
 DEFAULT_KV_POLICY = "streaming_llm"
-FULL_KV_POLICY = "full"  # what a budget of -1 means; the only policy without a budget
+FULL_KV_POLICY = "full"  # what a budget of -1 means
+WITHOUT_BUDGET = (FULL_KV_POLICY, "quantised")  # policies whose drafts read every token
 SPECULATIVE = "speculative"
 BASELINE = "autoregressive"  # the strategy that every other one is compared with
 STRATEGIES = {

@@ -38,7 +38,9 @@ from triton_interpreter import patch_once
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
+from magicdec.attention.sdpa import SDPABackend
 from magicdec.cli.commands import console
+from magicdec.config.capabilities import policy_called
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     BESIDE_TARGET,
@@ -247,6 +249,11 @@ def pack(model: Transformer) -> Transformer:
     model.pack()
     model.use(NativeElementwise())
     return model
+
+
+def portable_backend(kv: KVSection) -> AttentionBackend:
+    """One that needs no compiler, and reads what drafts under this policy do."""
+    return SDPABackend() if policy_called(kv.policy).reads_codes else GroupedBackend()
 
 
 def make_runner(

@@ -2,11 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from conftest import decode_both, make_draft, make_requests, make_runner, random_prompts
+from conftest import (
+    decode_both,
+    make_draft,
+    make_requests,
+    make_runner,
+    portable_backend,
+    random_prompts,
+)
 
 from magicdec.attention.backend import AttentionBackend
-from magicdec.attention.grouped import GroupedBackend
 from magicdec.config.sections import KVSection, SamplingSection
 from magicdec.model.transformer import Transformer
 from magicdec.runner.model_runner import ModelRunner
@@ -44,7 +51,7 @@ def speculate(
     lengths: Sequence[int] = RAGGED,
     num_new: int | Sequence[int] = 40,
     seed: int = 0,
-    backend: Callable[[], AttentionBackend] = GroupedBackend,
+    backend: Callable[[], AttentionBackend] | None = None,
     chunk: int = 64,
     draft_chunk: int = 16,
     block_size: int = 8,
@@ -54,6 +61,7 @@ def speculate(
     both emit the same tokens, as many as asked for. `draft` is the model of a standalone draft."""
     counts = [num_new] * len(lengths) if isinstance(num_new, int) else list(num_new)
     size = len(lengths), max(lengths) + max(counts) + gamma
+    backend = backend or partial(portable_backend, kv)
     runner = make_runner(model, *size, backend())
     made = None
     if draft is not None:

@@ -37,8 +37,18 @@ STORAGE = (
     (torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.int8),
     (torch.bfloat16, torch.uint8),
+    (torch.float32, torch.int8),
+    (torch.float32, torch.uint8),
 )
 Shape = ctypes.c_int64 * 18
+
+
+def flags_of(storage: int) -> tuple[str, ...]:
+    """The flags of the library that has a pair of `STORAGE`. Codes in a float32 run are only of
+    copies that drafts read, so that most runs need not compile what reads them."""
+    computed, stored = STORAGE[storage]
+    is_of_float32 = computed == torch.float32 and stored in CODED
+    return ("-DCODES_OF_FLOAT32",) if is_of_float32 else ()
 
 
 class NativeBackend(AttentionBackend):
@@ -169,7 +179,7 @@ def attention(
         is_of_prompt,
     )
     tensors = (q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, sinks, out, lse, mass)
-    failed = kernel(size).magicdec_attention(
+    failed = kernel(size, *flags_of(storage)).magicdec_attention(
         storage,
         is_widened,
         shape,

@@ -35,7 +35,7 @@ from magicdec.config.sections import (
 from magicdec.config.setting import declared, same
 from magicdec.distributed.groups import Launch
 from magicdec.model.checkpoint.hub import with_local_models
-from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, LOW_BIT
+from magicdec.names import DEFAULT_KV_POLICY, LOW_BIT, WITHOUT_BUDGET
 from magicdec.output.figures import check_picture
 from magicdec.output.tables import print_tables
 from magicdec.output.writing import check_files, check_record_file
@@ -202,7 +202,7 @@ def runs_of(draft: OwnSettings) -> Iterator[RunConfig]:
 
 
 def checked(config: RunConfig) -> RunConfig:
-    if config.kv.policy == FULL_KV_POLICY:
+    if config.kv.policy in WITHOUT_BUDGET:
         config = replace(config, kv=replace(config.kv, budget=-1))
     config.kv.check(config.decoding.max_gamma, flag="--budget")
     config.check(world_size=1)

@@ -52,7 +52,14 @@ from magicdec.distributed.watching.watch import stop_watching, watch_ranks
 from magicdec.hardware.ceiling_file import MachineFile, load_machine, load_quiet_machine
 from magicdec.hardware.other_load import warn_of_load
 from magicdec.model.checkpoint.hub import with_local_models
-from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES, LOW_BIT, NGRAM_AND
+from magicdec.names import (
+    DEFAULT_KV_POLICY,
+    FULL_KV_POLICY,
+    KV_POLICIES,
+    LOW_BIT,
+    NGRAM_AND,
+    WITHOUT_BUDGET,
+)
 from magicdec.output.console import make_progress
 from magicdec.output.writing import check_record_file, check_writable
 from magicdec.records.pass_record import PassRecord
@@ -422,7 +429,8 @@ def find_sources(args: AdviceSection) -> list[list[str]]:
         for words in [words for words in SOURCES if words[1] == draft] or [["--draft", draft]]:
             budgets: Sequence[int] = args.budget if words[2:] == [] else [max(args.budget)]
             ends = [["--budget", str(budget)] for budget in budgets]
-            sources += [words + end for end in (ends if SELF in draft.split("+") else [[]])]
+            has_budget = SELF in draft.split("+") and not set(words) & set(WITHOUT_BUDGET)
+            sources += [words + end for end in (ends if has_budget else [[]])]
     return sources
 
 

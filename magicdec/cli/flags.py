@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from magicdec.cli.parsing.parser import ParsedValues, Parser
-from magicdec.config.capabilities import policy_called
 from magicdec.config.choices.choice import How
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
@@ -36,7 +35,7 @@ from magicdec.distributed.ranks import (
 from magicdec.distributed.watching.processes import report_error
 from magicdec.distributed.watching.watch import naming_lost, stop_watching, watch_ranks
 from magicdec.model.checkpoint.hub import with_local_models
-from magicdec.names import FULL_KV_POLICY
+from magicdec.names import WITHOUT_BUDGET
 from magicdec.output.console import printable, spinner
 from magicdec.output.writing import check_record_file, check_writable
 from magicdec.runner.request import NotFinite
@@ -240,7 +239,7 @@ def announce_limits(config: ResolvedConfig, prompt_len: int, output_len: int) ->
     if decoding.model_drafter is None:
         return
     lines = []
-    if config.kv.policy != FULL_KV_POLICY and config.kv.budget >= prompt_len:
+    if config.kv.policy not in WITHOUT_BUDGET and config.kv.budget >= prompt_len:
         lines.append(
             f"--budget {config.kv.budget} is not smaller than the prompts of {prompt_len} tokens, "
             "so that drafts read all of them"
@@ -250,9 +249,8 @@ def announce_limits(config: ResolvedConfig, prompt_len: int, output_len: int) ->
             f"--gamma {decoding.gamma} is larger than the output of {output_len} tokens, so that "
             "the last drafts of every step are for nothing"
         )
-    policy = policy_called(config.kv.policy)
     num_chosen = config.kv.budget - config.kv.window_size
-    if policy.is_copied and not config.kv.reselect_every and output_len > num_chosen:
+    if config.kv.chooses_once and output_len > num_chosen:
         lines.append(
             f"--kv_policy {config.kv.policy} chooses once, and after {num_chosen} of the "
             f"{output_len} output tokens newer ones have replaced all that it chose; "

@@ -35,7 +35,7 @@ from magicdec.cli.flags import (
 from magicdec.cli.parsing.parser import ConfigFile, Parser
 from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.config.capabilities import MOST_WATCHED, policy_called
-from magicdec.config.choices.backend import check_returns_weights
+from magicdec.config.choices.backend import check_coded_copy, check_returns_weights
 from magicdec.config.choices.layers import check_copy, check_low_bit
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
@@ -51,7 +51,7 @@ from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.other_load import warn_of_load
-from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, SAME
+from magicdec.names import DEFAULT_KV_POLICY, SAME, WITHOUT_BUDGET
 from magicdec.output.console import START, labelled, spinner
 from magicdec.output.tables import print_tables
 from magicdec.output.writing import check_record_file
@@ -171,7 +171,7 @@ def parse(words: Sequence[str]) -> tuple[RunConfig, LatencyGrid, GridSection]:
     drafts = [
         replace(config.kv, policy=policy, budget=budget)
         for policy in args.kv_policy
-        for budget in ((-1,) if policy == FULL_KV_POLICY else args.budget or BUDGETS)
+        for budget in ((-1,) if policy in WITHOUT_BUDGET else args.budget or BUDGETS)
     ]
     for draft in drafts:
         draft.check(0, flag="--budget")
@@ -263,6 +263,9 @@ def check_grid(run: ResolvedRun, grid: LatencyGrid, launch: Launch) -> str:
         check_groups("--draft_weights", weights, f"--model {source.name}", launch.world_size, model)
     for kv in grid.drafts:
         check_returns_weights(config.attention.backend, kv.resolve().policy)
+        device = config.parallel.device
+        kv_dtype = config.attention.kv_dtype
+        check_coded_copy(kv.resolve(), device, config.attention.backend, kv_dtype, model.head_dim)
     context = max(grid.contexts)
     T = max(grid.new_tokens)
     length = f"--prefix_len {context} + --T {T} = {context + T}"

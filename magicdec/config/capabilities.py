@@ -16,6 +16,7 @@ from magicdec.names import (
     ELEMENTWISE,
     FULL_KV_POLICY,
     KV_POLICIES,
+    WITHOUT_BUDGET,
     load_named,
 )
 
@@ -104,6 +105,7 @@ class DescribedPolicy(Protocol):
     needs_weights: bool
     needs_verification: bool
     is_copied: bool
+    reads_codes: bool
     can_roll: bool
 
     def check(self, kv: Any, gamma: int, flag: str | None) -> None: ...
@@ -116,7 +118,7 @@ def policy_called(name: str) -> DescribedPolicy:
 
 def policy_name(policy: str, budget: int) -> str:
     """The policy; a budget of -1 is the original suite's full cache."""
-    return FULL_KV_POLICY if budget == -1 else policy
+    return FULL_KV_POLICY if budget == -1 and policy not in WITHOUT_BUDGET else policy
 
 
 def list_policies(fits: Callable[[DescribedPolicy], bool]) -> str:

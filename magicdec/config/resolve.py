@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from magicdec.config.capacity import Capacity
 from magicdec.config.choices.backend import (
     AttentionCase,
+    check_coded_copy,
     check_returns_weights,
     choose_backend,
     choose_graphs,
@@ -88,6 +89,7 @@ def resolve(
     model = resolve_model(config, parallel, dtype, machine, backend, collectives, target)
     if is_self:
         check_returns_weights(backend, kv.policy)
+        check_coded_copy(kv, device, backend, kv_dtype, target.head_dim)
         check_copy(low_bit, model.target_dtype)
     check_low_bit(low_bit, device, machine)
     section = None

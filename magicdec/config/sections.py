@@ -123,6 +123,12 @@ class KVSection:
         "Tokens after which a policy that copies chooses again. 0 chooses once, after prefill.",
         least=0,
     )
+    draft_kv_dtype: str = setting(
+        "int4",
+        "The dtype of the copy that drafts read, where the policy copies all tokens in fewer bits "
+        "than the target's cache has. The target's own is --kv_dtype.",
+        choices=KV_DTYPES,
+    )
     recent_window: int | None = setting(
         None,
         "Newest tokens that stay visible, where the policy chooses blocks. Default: a quarter of "
@@ -135,6 +141,11 @@ class KVSection:
         if self.recent_window is not None:
             return self.recent_window
         return max(1, (self.budget - self.num_sink_tokens) // 4)
+
+    @property
+    def chooses_once(self) -> bool:
+        """Whether the policy copies what it chooses after prefill, and never chooses again."""
+        return "reselect_every" in policy_called(self.policy).settings and not self.reselect_every
 
     def check(self, gamma: int, flag: str | None = None) -> None:
         """Raises ValueError if the policy refuses the settings, naming `flag` for the budget."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from magicdec.names import BASELINE, EAGLE, FULL_KV_POLICY, MTP, NARROW
 from magicdec.output.tables import Line
-from magicdec.records.comparison.conditions import kv_dtype_of, policy_of
+from magicdec.records.comparison.conditions import kv_dtype_of, policy_of, policy_text
 from magicdec.records.correctness import (
     Correctness,
     Divergence,
@@ -45,7 +45,7 @@ def method_of(config: dict[str, Any]) -> str:
     policy = policy_of(config)
     reads = []
     if policy is not None:
-        reads = ["full KV" if policy == FULL_KV_POLICY else f"{policy} {config['kv']['budget']}"]
+        reads = ["full KV" if policy == FULL_KV_POLICY else policy_text(policy, config["kv"])]
     gamma = f"gamma {decoding['gamma']}"
     emulated = decoding.get("emulate_acceptance")
     if emulated is not None:

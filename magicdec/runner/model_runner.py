@@ -166,6 +166,12 @@ class ModelRunner:
         """The cache of the layers with the widest window. Its lengths are those of all."""
         return self.caches.distinct[0]
 
+    @cached_property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token's K and V in the caches, which may differ from those of runners with
+        the same counts."""
+        return self.caches.bytes_per_token
+
     @property
     def window(self) -> int | None:
         """The widest window of the layers."""
@@ -173,10 +179,10 @@ class ModelRunner:
 
     def _make_counts(self) -> ForwardCounts:
         with torch.inference_mode(False):  # counts change outside inference mode
-            on_device = torch.zeros(2, self.num_rows, 2, dtype=torch.int64, device=self.device)
+            on_device = torch.zeros(3, self.num_rows, 2, dtype=torch.int64, device=self.device)
         num_layers = max(1, len(self.windows.window_indices))  # none where all have states
         return ForwardCounts(
-            bytes_per_token=self.caches.bytes_per_token,
+            bytes_per_token=self.bytes_per_token,
             num_layers=num_layers,
             keys_on_device=num_layers if len(self.windows.distinct) == 1 else 1,
             on_device=on_device,
@@ -188,13 +194,14 @@ class ModelRunner:
         First use is a collective."""
         return self.group.all_gather_range(self.model.head_rows, self.device)
 
-    def with_cache(self, max_tokens: int) -> ModelRunner:
+    def with_cache(self, max_tokens: int, kv_dtype: torch.dtype | None = None) -> ModelRunner:
         """A runner of the same model, with shared counts and its own cache of `max_tokens`
-        tokens a row."""
-        return replace(
+        tokens a row, in `kv_dtype` (None: as this one's)."""
+        copied = replace(
             self,
             backend=copy(self.backend),
             max_tokens=max_tokens,
+            kv_dtype=kv_dtype or self.kv_dtype,
             block_tokens=None,
             num_blocks=None,
             window_room=None,
@@ -207,6 +214,9 @@ class ModelRunner:
             shared_counts=self.counts,
             shared_states=self.states,
         )
+        if copied.bytes_per_token != self.counts.bytes_per_token:
+            self.counts.copied_bytes_per_token = copied.bytes_per_token
+        return copied
 
     def with_model(self, model: Transformer, executor: Executor | None) -> ModelRunner:
         """A runner of a low-bit copy of the model that drafts over this cache, with its own
@@ -421,7 +431,7 @@ class ModelRunner:
             num_new = forward.view.num_new
             num_rows = len(forward.rows)
             self.cache.advance(forward.rows, num_new)
-            self.counts.count(0, num_new * num_rows, num_keys, num_rows * forward.is_draft)
+            self._count(0, num_new * num_rows, num_keys, num_rows * forward.is_draft)
 
     def make_room(
         self,
@@ -497,9 +507,13 @@ class ModelRunner:
         if rows.is_captured:
             assert counts.on_device is not None
             reads = forward.views.reads(rows)
-            counts.on_device[int(forward.is_draft)].index_add_(0, rows.index, reads)
+            reads_codes = self.bytes_per_token != counts.bytes_per_token
+            counts.on_device[forward.is_draft + reads_codes].index_add_(0, rows.index, reads)
             return
-        counts.count(0, 0, forward.views.num_keys, len(rows) * forward.is_draft)
+        self._count(0, 0, forward.views.num_keys, len(rows) * forward.is_draft)
+
+    def _count(self, num_forwards: int, num_tokens: int, keys: int, draft_rows: int) -> None:
+        self.counts.count(num_forwards, num_tokens, keys, draft_rows, self.bytes_per_token)
 
     def _remember_in(self, forward: EnqueuedForward, states: LayerStates) -> Remember:
         """What keeps the states of layers with linear attention in a forward."""
@@ -544,7 +558,7 @@ class ModelRunner:
         count = drafts.shape[1]
         self._show_draft(rows, views, count)
         self.cache.advance(rows, num_new + count - 1)
-        self.counts.count(count, (num_new + count - 1) * len(rows), keys, count * len(rows))
+        self._count(count, (num_new + count - 1) * len(rows), keys, count * len(rows))
         return drafts
 
     def truncate(self, rows: Rows, lengths: Lengths | Sequence[int]) -> None:

@@ -18,6 +18,7 @@ from magicdec.model.checkpoint.weight_files import READ_ELEMENTS
 from magicdec.model.config import ModelConfig
 from magicdec.names import NARROW
 from magicdec.setup.model_plan import ModelPlan, max_tokens, rewound_by_pass, rewound_by_step
+from magicdec.speculation.copied_kv import COPYING_BYTES, NUMBERS_AT_ONCE
 from magicdec.speculation.observation import heads_at_once
 from magicdec.speculation.policies.policy import load_policy, make_policy
 
@@ -48,8 +49,8 @@ def working_bytes(plan: ModelPlan, is_timed: bool = True, loads: bool = True) ->
 
 
 def first_choice_bytes(plan: ModelPlan) -> int:
-    """The bytes of a policy's choice after prefill, which runs the newest prompt tokens again, or
-    scores the keys of a layer by kept queries."""
+    """The bytes of a policy's choice after prefill, which runs the newest prompt tokens again,
+    scores the keys of a layer by kept queries, or copies all of them."""
     config = plan.config
     policy = make_policy(plan.config.kv)
     room = plan.config.capacity
@@ -60,6 +61,12 @@ def first_choice_bytes(plan: ModelPlan) -> int:
     T = policy.rerun_tokens(room.prompt_len)
     forward = forward_bytes(plan, (B, T, S), policy.needs_weights)
     rerun = B * T * plan.bytes_per_token + forward if T else 0
+    if policy.coded_copy is not None:
+        num_layers = len(plan.part_model.attention_kinds)
+        heads = _call_size(plan, (B, 1, S))
+        return COPYING_BYTES * max(
+            NUMBERS_AT_ONCE, B * num_layers * heads.num_kv_heads * heads.head_dim
+        )
     call = _call_size(plan, (B, min(policy.observed_tokens, S), S))
     if not call.T:
         return rerun

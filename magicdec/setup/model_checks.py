@@ -138,8 +138,7 @@ def check_choice(config: ResolvedConfig, flag: str, source: ModelSource) -> None
     window = source.config.windows[0]
     kv = config.kv
     after = config.capacity.after_longest_prompt + config.decoding.max_gamma
-    is_once = policy_called(kv.policy).is_copied and not kv.reselect_every
-    if is_once and window is not None and after >= window:
+    if kv.chooses_once and window is not None and after >= window:
         again = "" if config.draft is not None else " or --reselect_every"
         raise ValueError(
             f"--kv_policy {kv.policy} chooses once after prefill, and nothing of that is left in "

@@ -404,7 +404,7 @@ class ModelPlan:
             copied = min(chosen + max_following(config, self.tokens), self.tokens)
             block_size = backend_class(self.backend)().block_size
             (copy,) = storages_of([None], None, self.num_rows, copied, block_size, forks=self.forks)
-            return copy.num_tokens * self.bytes_per_token
+            return copy.num_tokens * self.bytes_of_token(policy.coded_copy or self.coded_kv)
         if not is_self:
             return 0
         queries, (first, last) = self.shard.heads(self.model.num_heads, self.model.num_kv_heads)
@@ -465,5 +465,9 @@ class ModelPlan:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of K and V of a token in the cache."""
+        return self.bytes_of_token(self.coded_kv)
+
+    def bytes_of_token(self, coded_kv: str | None) -> int:
+        """Bytes of K and V of a token in a cache of codes, or of numbers (None)."""
         size = DTYPE_BYTES[self.config.model.dtype]
-        return kv_bytes_per_token(self.part_model, self.shard, size, self.coded_kv)
+        return kv_bytes_per_token(self.part_model, self.shard, size, coded_kv)

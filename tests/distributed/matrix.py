@@ -30,6 +30,7 @@ from recorder import StandInRecorder
 
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
+from magicdec.config.capabilities import policy_called
 from magicdec.config.sections import (
     NAMED,
     DecodingSection,
@@ -67,6 +68,7 @@ KV_SECTIONS = [
     KVSection("snapkv", 70, window_size=6, reselect_every=30),
     KVSection("verified", 70, 4),
     KVSection("retrieval", 70, 4),
+    KVSection("quantised"),
 ]
 # Of the replayed steps, in which only the last row is greedy where the others are sampled.
 FEW_NEW = [10, 8, 4, 9]
@@ -196,6 +198,7 @@ def make_in_flight(order: tuple[int, ...]) -> list[MatrixCase]:
     for drafter, policy in (
         ("ngram", "full"),
         ("self", "snapkv"),
+        ("self", "quantised"),
         ("self", "verified"),
         ("self", "streaming_llm"),
         ("model", "streaming_llm"),
@@ -239,10 +242,13 @@ class Rank:
 
     def runner_of(self, case: MatrixCase, model: Transformer, group: Group) -> ModelRunner:
         size = len(PROMPTS), MAX_TOKENS
+        reads_codes = policy_called(case.kv.policy).reads_codes  # in whole tiles
         if case.steps == "in flight":  # a row less than requests, and memory for a long one
-            return ModelRunner(model, SDPABackend(8), group, 3, MAX_TOKENS, num_blocks=14)
+            block, num_blocks = (64, 4) if reads_codes else (8, 14)
+            backend = SDPABackend(block)
+            return ModelRunner(model, backend, group, 3, MAX_TOKENS, num_blocks=num_blocks)
         if not case.is_native:
-            return ModelRunner(model, SDPABackend(16), group, *size)
+            return ModelRunner(model, SDPABackend(64 if reads_codes else 16), group, *size)
         if isinstance(model, DraftHead):
             return ModelRunner(pack(model), NativeBackend(), group, *size)
         executor = Executor(pack(model), group)

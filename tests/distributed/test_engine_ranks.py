@@ -146,7 +146,7 @@ def test_the_table_is_complete() -> None:
 def test_no_more_is_refused_than_a_draft_that_nothing_verifies() -> None:
     for drafter, policy in product(DRAFTERS, KV_POLICIES):
         message = refusal(drafter, KVSection(policy)) or ""
-        if drafter.endswith("model") and policy in ("verified", "retrieval"):
+        if drafter.endswith("model") and policy in ("verified", "retrieval", "quantised"):
             assert f"--kv_policy {policy}: a standalone draft is never verified itself" in message
         elif is_head(drafter) and policy not in ("full", "streaming_llm"):
             assert f"--kv_policy {policy}: a draft head keeps its whole cache" in message

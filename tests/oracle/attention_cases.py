@@ -159,10 +159,12 @@ def fill(
     layers: int = 2,
     block: int | None = None,
     growth: float = 1.0,
+    computed: torch.dtype = torch.bfloat16,
 ) -> tuple[KVCache, Tensor, Tensor]:
     """A cache whose rows hold random tokens in the last layer, and the same tokens as plain tensors
     [B, S, G, D], S = `total`. Blocks interleave. Keys grow towards the end by the factor `growth`.
-    What follows the end of a row are numbers that must not matter."""
+    What follows the end of a row are numbers that must not matter. Tokens that are stored as codes
+    are `computed` in that dtype."""
     block = block or backend.block_size(total)
     num_rows = len(lengths)
     per_row = -(-total // block)
@@ -174,7 +176,7 @@ def fill(
             cache.allocate(row, tokens)
     k, v = torch.randn(2, num_rows, total, kv_heads, size)
     k = k * torch.linspace(1, growth, total).view(1, -1, 1, 1)
-    numbers = torch.bfloat16 if dtype in CODES else dtype
+    numbers = computed if dtype in CODES else dtype
     k = k.to(device, numbers)
     v = v.to(device, numbers)
     held_k = k.clone()

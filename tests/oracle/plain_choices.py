@@ -337,6 +337,7 @@ class ByLastVerification(BestBlocks):
 
 REFERENCES: dict[str, type[PlainReference]] = {
     "full": PlainReference,
+    "quantised": PlainReference,
     "streaming_llm": SinksAndNewest,
     "snapkv": ByPastAttention,
     "retrieval": ByMeanKeys,

@@ -13,6 +13,7 @@ from attention_cases import (
     DTYPES,
     HEADS,
     KV_DTYPES,
+    LENGTHS,
     LIBRARIES,
     NO_AMX,
     TOLERANCE,
@@ -211,6 +212,32 @@ def test_native_gives_a_token_the_same_bits_alone_and_with_others(
         for t in range(num_new):
             assert torch.equal(attend([row], t, 1)[0, 0], together[row, t]), (row, t)
             cache.advance([row], 1)
+
+
+@pytest.mark.narrow("pairs")
+@pytest.mark.parametrize("name", ["sdpa, blocks of 64", "native", "native of AVX2"])
+@pytest.mark.parametrize("codes", CODES, ids=str)
+@pytest.mark.parametrize("num_new", [1, 7, 45])
+@pytest.mark.parametrize("size", [64, 80])
+def test_float32_queries_read_codes(
+    name: str, codes: torch.dtype, num_new: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against float64 over the numbers of the definition, as closely as over float32."""
+    build = native.kernel
+    if name == "native of AVX2":
+        name = "native"
+        monkeypatch.setattr(native, "kernel", lambda size, *flags: build(size, *flags, *AVX2))
+    torch.manual_seed(0)
+    backend = BACKENDS[name]()
+    cache, k, v = fill(backend, 2, size, LENGTHS, codes, computed=torch.float32)
+    view = make_view(cache, range(4), FullKV(), num_new, window=50)
+    case = BackendCase(view, torch.randn(4, num_new, 6, size), k, v)
+    out = case.run(backend)
+    assert out.dtype == torch.float32
+    for row, q, keys, values in zip(range(4), case.q, *case.read(), strict=True):
+        end = LENGTHS[row] + num_new
+        exact = exact_attention(q, keys[:end], values[:end], window=50)
+        assert (out[row].double() - exact.out).abs().max() < TOLERANCE[torch.float32]
 
 
 WITHOUT_WEIGHTS = list_backends(lambda c: not c.returns_weights)

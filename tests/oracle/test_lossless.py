@@ -63,9 +63,11 @@ KV_SECTIONS = [
     KVSection("retrieval", 60, 4),
     KVSection("retrieval", 64, 0, recent_window=1),
     KVSection("retrieval", 5000, 16),
+    KVSection("quantised"),
+    KVSection("quantised", draft_kv_dtype="int8"),
 ]
 # The largest budgets, which read everything, and those of one token: all between are wide.
-FEW_SECTIONS = (0, 1, 2, 4, 6, 9, 10, 11, 13, 14, 17, 18)
+FEW_SECTIONS = (0, 1, 2, 4, 6, 9, 10, 11, 13, 14, 17, 18, 20, 21)
 EACH_SECTION = [
     kv if index in FEW_SECTIONS else pytest.param(kv, marks=pytest.mark.wide)
     for index, kv in enumerate(KV_SECTIONS)

@@ -366,9 +366,10 @@ def test_attention_weights_and_queries_are_shown(dtype: torch.dtype) -> None:
             assert torch.equal(values, theirs.layers[layer])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.uint8], ids=["int8", "int4"])
-def test_a_cache_of_codes_is_read(kv_dtype: torch.dtype) -> None:
-    pair = make_pair(TINY, torch.bfloat16, [130, 3], kv_dtype=kv_dtype)
+def test_a_cache_of_codes_is_read(kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    pair = make_pair(TINY, dtype, [130, 3], kv_dtype=kv_dtype)
     assert pair[0].cache.k.dtype == kv_dtype
     check_same(pair, chain, ids_for(2, 1), SinksAndWindow(4, 50), 5)
 

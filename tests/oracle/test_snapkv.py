@@ -19,7 +19,7 @@ from magicdec.runner.native_steps.executor import Executor
 from magicdec.runner.observers.prompt_queries import PromptQueries
 from magicdec.runner.request import Batch
 from magicdec.speculation.observation import newest_queries, received_weights
-from magicdec.speculation.policies.snapkv import CopiedKV, SnapKV
+from magicdec.speculation.policies.snapkv import ChosenCopy, SnapKV
 
 
 def expected(queries: Tensor, keys: Tensor, policy: SnapKV) -> list[set[int]]:
@@ -146,7 +146,7 @@ def test_the_reader_keeps_the_sources_entries(dtype: torch.dtype) -> None:
     runner.cache.v.mul_(1.05)
     full = runner.cache.k.clone()
     values = runner.cache.v.clone()
-    reader = CopiedKV(runner, SnapKV(24, 8))
+    reader = ChosenCopy(runner, SnapKV(24, 8))
     reader.admit(batch.requests)
     assert torch.equal(runner.cache.k, full) and torch.equal(runner.cache.v, values)
     assert reader.lengths([0, 1, 2]).bounds == (70, 9, 41)
@@ -170,7 +170,7 @@ def test_the_reader_keeps_the_sources_entries(dtype: torch.dtype) -> None:
         )
 
 
-def small_keys(reader: CopiedKV, row: int) -> Tensor:
+def small_keys(reader: ChosenCopy, row: int) -> Tensor:
     """Layer 1's keys of a row of the small cache, [G, N, D]."""
     cache = reader.runner.cache
     positions = torch.arange(cache.lengths[row]).unsqueeze(0)
@@ -191,7 +191,7 @@ def test_a_draft_attends_to_the_chosen_entries_at_their_own_places() -> None:
             chosen.append(super().select(weights, window))
             return chosen[-1]
 
-    reader = CopiedKV(runner, Noted(20, 8))
+    reader = ChosenCopy(runner, Noted(20, 8))
     reader.admit(batch.requests)
     full = runner.cache
 

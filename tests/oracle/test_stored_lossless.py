@@ -41,6 +41,7 @@ from magicdec.names import (
     NGRAM_AND,
     SAME,
     STORED,
+    WITHOUT_BUDGET,
 )
 from magicdec.output.console import Silent
 from magicdec.runner.model_runner import ModelRunner
@@ -104,7 +105,8 @@ class Draft:
     def flags(self, path: Path) -> list[str]:
         flags = ["--draft", self.name(path), "--gamma", str(GAMMA)]
         if self.drafter != "ngram":
-            flags += ["--kv_policy", self.kv, "--budget", str(BUDGET)]
+            flags += ["--kv_policy", self.kv]
+            flags += [] if self.kv in WITHOUT_BUDGET else ["--budget", str(BUDGET)]
         return flags if self.weights is None else [*flags, "--draft_weights", self.weights]
 
 
@@ -113,6 +115,7 @@ DRAFTS = {
     "snapkv": Draft("self", "snapkv", modes=("pipeinfer",)),
     "verified": Draft("self", "verified"),
     "retrieval": Draft("self", "retrieval"),
+    "quantised": Draft("self", "quantised"),
     "same": Draft("self", weights="same", modes=("pipeinfer",)),
     "int4": Draft("self", weights="int4", modes=("pipeinfer",)),
     "int8": Draft("self", weights="int8", modes=("pipeinfer",)),

@@ -13,12 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_draft, make_requests, make_runner, pack, random_prompts, tiny_transformer
+from conftest import (
+    make_draft,
+    make_requests,
+    make_runner,
+    pack,
+    portable_backend,
+    random_prompts,
+    tiny_transformer,
+)
 from fake_clock import VirtualClock
+from rounded import as_stored
 from test_in_flight import RandomLength
 from torch import Tensor
 
-from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.engine.engine import Engine
@@ -32,9 +40,9 @@ from magicdec.runner.request import Batch, Request
 from magicdec.runner.sampling.model_tokens import Proposal
 from magicdec.runner.sampling.verification import Judgement, Verdicts
 from magicdec.runner.step_plan import BatchLimits
+from magicdec.speculation.copied_kv import CopiedKV
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import keep_queries
-from magicdec.speculation.policies.snapkv import CopiedKV
 from magicdec.speculation.steps import steps as steps_module
 from magicdec.speculation.steps.speculative import Speculative
 from magicdec.speculation.steps.steps import DecodeSteps
@@ -170,8 +178,8 @@ def places_of_copies(
     view: KVView, runner: ModelRunner, source: ModelRunner, layer: int, place: int, is_target: bool
 ) -> list[list[int]]:
     """For each KV head, the position of each committed cell of a row of a copy: where the context
-    has the same key and the same value. What a standalone draft has appended itself since the
-    choice is nowhere else, and lies in the order of the text."""
+    has the same key and the same value, rounded as the copy stores them. What a standalone draft
+    has appended itself since the choice is nowhere else, and lies in the order of the text."""
     row = torch.tensor([view.rows[place]])
     count = int(view.committed[place])
     assert runner.offsets is not None
@@ -182,7 +190,8 @@ def places_of_copies(
     )
     equal = torch.ones(copies[0].shape[0], count, context, dtype=torch.bool)
     for copy, original in zip(copies, originals, strict=True):  # K, V: [G, tokens, D]
-        equal &= (copy[:, :, None] == original[:, None]).all(dim=3)
+        rounded = as_stored(original, runner.cache.k.dtype)
+        equal &= (copy[:, :, None] == rounded[:, None]).all(dim=3)
     is_found = equal.any(dim=2)
     offset = int(runner.offsets[row])
     assert is_found.all() or not is_target, "every cell holds what the context holds somewhere"
@@ -334,7 +343,7 @@ def serve(
     requests = make_requests(prompts, [random.randint(1, MOST_NEW) for _ in prompts])
     for request in requests:
         request.arrived_s = random.uniform(0, 8)
-    runner = make_target(config, is_native, random.random() < 0.5)
+    runner = make_target(config, kv, is_native, random.random() < 0.5)
     draft = None
     if drafter.endswith("model"):
         draft = make_draft(
@@ -365,10 +374,10 @@ def serve(
     return WatchedRun(requests, watch, runner, draft)
 
 
-def make_target(config: ModelConfig, is_native: bool, is_short: bool) -> ModelRunner:
+def make_target(config: ModelConfig, kv: KVSection, is_native: bool, is_short: bool) -> ModelRunner:
     """`is_short`: of blocks, so that requests are preempted and join again with a longer text."""
     model = tiny_transformer(config, SEED)
-    backend = NativeBackend() if is_native else GroupedBackend()
+    backend = NativeBackend() if is_native else portable_backend(kv)
     runner = make_runner(
         pack(model) if is_native else model, NUM_ROWS, MAX_TOKENS, backend, FOLLOWING
     )

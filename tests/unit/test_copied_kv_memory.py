@@ -24,7 +24,7 @@ from magicdec.setup.loading import LoadedModels
 from magicdec.setup.loading import make_draft as load_draft
 from magicdec.setup.prepare import Prepared
 from magicdec.speculation.policies.policy import make_draft_kv, make_policy
-from magicdec.speculation.policies.snapkv import CopiedKV
+from magicdec.speculation.policies.snapkv import ChosenCopy
 from magicdec.systems.modes import Pass
 from magicdec.systems.pipeinfer.head import DraftRequest
 from magicdec.systems.pipeinfer.options import Options
@@ -197,7 +197,7 @@ def test_rows_that_are_far_behind_copy_nothing_past_the_end_of_others(seed: int)
     engine.prefill(make_requests(prompts, new))
     requests = engine.scheduler.running
     reader = make_draft_kv(runner, KVSection("snapkv", budget, window_size=4))
-    assert isinstance(reader, CopiedKV)
+    assert isinstance(reader, ChosenCopy)
     reader.admit(requests)
     generator = torch.Generator().manual_seed(seed)
     for request in requests:
@@ -231,7 +231,7 @@ def test_a_short_prompt_keeps_what_its_own_end_still_sees() -> None:
     engine = Engine(runner, 16)
     engine.prefill(make_requests(random_prompts([14, 60], TINY.vocab_size), new))
     reader = make_draft_kv(runner, KVSection("snapkv", budget, window_size=4))
-    assert isinstance(reader, CopiedKV)
+    assert isinstance(reader, ChosenCopy)
     reader.admit(engine.scheduler.running)
     last = [length + new + gamma - 1 for length in (14, 60)]
     seen = [min(budget, 14), min(budget, 60 - (last[1] - 24 + 1))]

@@ -28,7 +28,7 @@ from magicdec.bench.gate.files import read_baselines
 from magicdec.bench.gate.measuring import prompts_of, shares_of
 from magicdec.cli.drivers import RUN
 from magicdec.config.sections import AttentionSection, ModelSection
-from magicdec.names import DRAFTERS, FULL_KV_POLICY, KV_POLICIES, MTP, NGRAM_AND
+from magicdec.names import DRAFTERS, KV_POLICIES, MTP, NGRAM_AND, WITHOUT_BUDGET
 from magicdec.records.comparison.conditions import (
     describe,
     first_difference,
@@ -199,7 +199,7 @@ ON_RANKS = [b for b in BASELINES if b.environment.world_size > 1]
 
 
 def test_a_case_of_several_ranks_is_run_on_as_many() -> None:
-    policies = {name for name in KV_POLICIES if name != FULL_KV_POLICY}
+    policies = set(KV_POLICIES) - set(WITHOUT_BUDGET)
     apart = "--draft model:demo-draft --kv_policy full --gamma 4 --nproc 2 --draft_ranks 1"
     assert {b.config["kv"]["policy"] for b in ON_RANKS[:-1]} == policies
     assert describe(ON_RANKS[-1]) == apart

@@ -63,7 +63,7 @@ extern "C" int64_t magicdec_keys_read() { return keys_read; }
 // attention probability of each block of keys, summed over the queries, or is null. `sinks` [H] float32 are logits that take
 // part in the softmax, and in lse, like keys without values, or null. `is_widened`: bfloat16 is
 // widened, whatever this CPU has. `storage` of the pools is FLOAT32 or BFLOAT16, the same as of all other tensors, or INT8 or
-// INT4 with those of BFLOAT16.
+// INT4 with those of BFLOAT16. A library of its own, compiled with CODES_OF_FLOAT32, has the two that are named so.
 // Compiled for one head size, HEAD_SIZE, in some seconds. Returns 0, or 1 if D is another size.
 extern "C" int magicdec_attention(int storage, int is_widened, const int64_t* shape, const void* q,
                                   const void* k_new, const void* v_new, void* k_pool, void* v_pool,
@@ -79,6 +79,9 @@ extern "C" int magicdec_attention(int storage, int is_widened, const int64_t* sh
                               {table, rows, shape[6]}, {ranges, shape[7], shape[14]}, sinks, (S*)out, lse, mass, shape[15]);
         return 0;
     };
+#if defined(CODES_OF_FLOAT32)
+    return storage == INT8_OF_FLOAT32 ? call(WideInt8{}, float{}) : call(WideInt4{}, float{});
+#else
     if (storage == FLOAT32) return call(Float32{}, float{});
     if (storage == INT8) return call(WideInt8{}, bfloat16{});
     if (storage == INT4) return call(WideInt4{}, bfloat16{});
@@ -89,6 +92,7 @@ extern "C" int magicdec_attention(int storage, int is_widened, const int64_t* sh
     if (!is_widened) return call(Bf16{}, bfloat16{});
 #endif
     return call(Wide{}, bfloat16{});
+#endif
 }
 
 // Attention weights that keys received from the newest tokens, out [B, G, length - first]: see `receive`. `shape` is B, T,

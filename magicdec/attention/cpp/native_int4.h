@@ -20,7 +20,8 @@ struct NibbleTile {
 
 // The codes of HEAD_SIZE numbers as TOKEN_BYTES bytes, and the scales that map each group's number of the largest magnitude
 // to -8.
-COMPILED_ALONE void to_nibbles(const bfloat16* from, uint8_t* bytes, bfloat16* scales) {
+template <typename S>
+COMPILED_ALONE void to_nibbles(const S* from, uint8_t* bytes, bfloat16* scales) {
     for (int g = 0; g < GROUPS; ++g) {
         const int count = has_high(g) ? GROUP_SIZE : HALF;
         float numbers[GROUP_SIZE] = {}, largest = 0;
@@ -47,7 +48,8 @@ struct NibblePools {
                 reinterpret_cast<const bfloat16*>(values + INT4_CODES) + vector,
                 low, high, low / 4, (high + 3) / 4 - low / 4};
     }
-    static void append(const bfloat16* k, const bfloat16* v, int64_t slot, Pool* k_pool, Pool* v_pool) {
+    template <typename S>
+    static void append(const S* k, const S* v, int64_t slot, Pool* k_pool, Pool* v_pool) {
         const int64_t tile = slot / TILE * INT4_TILE, lane = slot % TILE;
         uint8_t bytes[TOKEN_BYTES];
         bfloat16 scales[GROUPS];

@@ -15,7 +15,8 @@ struct QuadTile {
 };
 
 // The codes of HEAD_SIZE numbers, and the scale that maps the largest magnitude to MOST_CODE.
-inline float to_codes(const bfloat16* from, int8_t* codes) {
+template <typename S>
+inline float to_codes(const S* from, int8_t* codes) {
     float most = 0;
     for (int d = 0; d < HEAD_SIZE; ++d) most = std::max(most, std::fabs(to_float(from[d])));
     const float inverse = most > 0 ? MOST_CODE / most : 0;
@@ -34,7 +35,8 @@ struct QuadPools {
                 reinterpret_cast<const float*>(values + TILE_CODES) + vector,
                 low, high, low / 4, (high + 3) / 4 - low / 4};
     }
-    static void append(const bfloat16* k, const bfloat16* v, int64_t slot, Pool* k_pool, Pool* v_pool) {
+    template <typename S>
+    static void append(const S* k, const S* v, int64_t slot, Pool* k_pool, Pool* v_pool) {
         const int64_t tile = slot / TILE * TILE_BYTES, lane = slot % TILE;
         int8_t codes[HEAD_SIZE];
         const float key_scale = to_codes(k, codes);

@@ -288,7 +288,8 @@ struct WideKernel : Tiles {
     static constexpr int QUERY_SIZE = HEAD_SIZE;
     static constexpr int64_t QUERY_BLOCK = MAX_QUERIES;
     using Scratch = WideScratch;
-    static void stage(const bfloat16* from, Query* to) {
+    template <typename S>
+    static void stage(const S* from, Query* to) {
         for (int d = 0; d < HEAD_SIZE; ++d) to[d] = to_float(from[d]);
     }
     static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const Pool* k_pool, const Pool* v_pool,

@@ -18,10 +18,9 @@ from typing import Any, Literal
 import numpy as np
 
 from magicdec.config.sections import NGRAM
-from magicdec.names import FULL_KV_POLICY
 from magicdec.output.tables import RULE, Column, Shown, Table
 from magicdec.records.acceptance import Verification, Verifications, members_of
-from magicdec.records.comparison.conditions import flags_of_sampling, policy_of
+from magicdec.records.comparison.conditions import flags_of_sampling, policy_of, policy_text
 from magicdec.records.drafted import EVERY_POSITION, JudgedRecord
 from magicdec.records.environment import MemoryRecord
 from magicdec.records.fields import Recorded, RecordPart, recorded
@@ -277,8 +276,7 @@ class AcceptanceRecord(JudgedRecord):
         policy = policy_of(self.config)
         if policy is None:
             return name
-        budget = "" if policy == FULL_KV_POLICY else f" {self.config['kv']['budget']}"
-        return f"{name} {policy}{budget}"
+        return f"{name} {policy_text(policy, self.config['kv'])}"
 
 
 def best_of(depths: Sequence[DepthAcceptance]) -> DepthAcceptance:

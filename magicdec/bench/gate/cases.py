@@ -37,6 +37,7 @@ from magicdec.names import (
     KV_POLICIES,
     LOW_BIT,
     NGRAM_AND,
+    WITHOUT_BUDGET,
 )
 from magicdec.records.comparison.conditions import (
     LOAD,
@@ -157,7 +158,8 @@ def standard_cases(subject: Subject) -> list[Case]:
     that it can have, and every other way to draft. Budgets that hold the whole prompt are left
     out."""
     full = KVSection(FULL_KV_POLICY)
-    others = [p for p in KV_POLICIES if p not in (DEFAULT_KV_POLICY, FULL_KV_POLICY)]
+    # A baseline of a copy in fewer bits is not made yet: it has no budget.
+    others = [p for p in KV_POLICIES if p not in (DEFAULT_KV_POLICY, *WITHOUT_BUDGET)]
     other_kvs = [kv for policy in others for kv in _budgets(subject, policy, SOME_BUDGETS)]
     default_kvs = [*_budgets(subject, DEFAULT_KV_POLICY, BUDGETS), full]
     standalone = () if subject.standalone is None else _standalone(subject)
@@ -218,7 +220,7 @@ def _on_ranks(subject: Subject) -> Iterator[Case]:
         return
     few = subject.short(LEAST_PROMPTS)
     parallel = ParallelSection(device="cpu", nproc=subject.nproc)
-    for policy in (policy for policy in KV_POLICIES if policy != FULL_KV_POLICY):
+    for policy in (policy for policy in KV_POLICIES if policy not in WITHOUT_BUDGET):
         for kv in _budgets(subject, policy, (DRAFT_BUDGET,)):
             config = few.case("self", kv, GAMMA).config
             yield Case(replace(config, parallel=parallel))

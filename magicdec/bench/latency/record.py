@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from magicdec.config.sections import KVSection
 from magicdec.model.config import ExpertsConfig
-from magicdec.names import FULL_KV_POLICY
+from magicdec.names import WITHOUT_BUDGET
 from magicdec.output.tables import RULE, Column, Shown, Table
 from magicdec.records.computing import percentile
 from magicdec.records.environment import Environment
@@ -214,7 +214,7 @@ def make_record(
     drafts = [
         {
             "kv_policy": kv.policy,
-            "budget": None if kv.policy == FULL_KV_POLICY else kv.budget,
+            "budget": None if kv.policy in WITHOUT_BUDGET else kv.budget,
             "recent_window": kv.resolve().recent_window,
         }
         for kv in grid.drafts

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from magicdec.hardware.other_load import busy_share, is_busy, load_text
-from magicdec.names import FULL_KV_POLICY
+from magicdec.names import WITHOUT_BUDGET
 from magicdec.output.tables import Column, Shown, Table
 from magicdec.records.comparison.conditions import policy_of
 from magicdec.records.describe import WITHOUT_METRICS
@@ -73,7 +73,7 @@ def settings(record: PassRecord) -> dict[str, SettingValue]:
         "drafter": decoding["drafter"] if drafts else None,
         "draft_weights": decoding.get("draft_weights") if drafts else None,
         "kv_policy": policy,
-        "budget": None if policy in (None, FULL_KV_POLICY) else int(config["kv"]["budget"]),
+        "budget": None if policy in (None, *WITHOUT_BUDGET) else int(config["kv"]["budget"]),
         "reselect_every": (policy and config["kv"].get("reselect_every")) or None,
         "gamma": decoding["gamma"] if drafts else None,
         "pa": decoding.get("pa") if drafts else None,

@@ -12,7 +12,7 @@ from magicdec.config.capabilities import policy_called, policy_name
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.ranks import is_other_start
-from magicdec.names import BASELINE, FULL_KV_POLICY
+from magicdec.names import BASELINE, WITHOUT_BUDGET
 
 # Fields, beside those of the KV section and the draft's, that only drafting uses.
 DRAFTING_SETTINGS = tuple(
@@ -62,8 +62,8 @@ def why_ignored(config: RunConfig, setting: str) -> str | None:
 def _why_policy_ignores(config: RunConfig, name: str) -> str | None:
     kv = config.kv
     if name == "budget":
-        whole = kv.policy == FULL_KV_POLICY and kv.budget != -1
-        return f"--kv_policy {FULL_KV_POLICY} reads the whole cache" if whole else None
+        whole = kv.policy in WITHOUT_BUDGET and kv.budget != -1
+        return f"--kv_policy {kv.policy} reads the whole cache" if whole else None
     policy = policy_name(kv.policy, kv.budget)
     if name in COMMON_KV_FIELDS or name in policy_called(policy).settings:
         return None

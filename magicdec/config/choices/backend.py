@@ -14,7 +14,14 @@ from magicdec.config.capabilities import (
 )
 from magicdec.config.choices.choice import Choice, How, asked_for, first_obstacle
 from magicdec.config.machine import Machine, ModelTraits
-from magicdec.names import AUTO_BACKENDS, PORTABLE_BACKEND, REFERENCE_BACKEND
+from magicdec.config.sections import KVSection
+from magicdec.names import (
+    AUTO_BACKENDS,
+    FULL_KV_POLICY,
+    KV_DTYPES,
+    PORTABLE_BACKEND,
+    REFERENCE_BACKEND,
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,9 @@ class AttentionCase:
         name = capabilities.name
         window = self.model.sliding_window
         is_alibi_rounded = (self.model.has_alibi, self.dtype) == (True, "bfloat16")
-        asks_weights = self.kv_policy is not None and policy_called(self.kv_policy).needs_weights
+        policy = None if self.kv_policy is None else policy_called(self.kv_policy)
+        asks_weights = policy is not None and policy.needs_weights
+        copies_codes = policy is not None and policy.reads_codes
         obstacles = {
             f"{name} is interpreted on a CPU": (
                 capabilities.is_interpreted_on_cpu and self.device == "cpu"
@@ -44,6 +53,7 @@ class AttentionCase:
             f"{name} does not return attention weights": (
                 asks_weights and not capabilities.returns_weights
             ),
+            f"{name} reads no cache of codes": copies_codes and not capabilities.reads_codes,
             f"{name} does not keep to a sliding window": (
                 not capabilities.keeps_window and (window or self.longest) < self.longest
             ),
@@ -96,15 +106,46 @@ def choose_kv_dtype(value: str, dtype: str, backend: str, head_dim: int) -> str:
 
 def check_codes(value: str, dtype: str, head_dim: int) -> None:
     """Raises ValueError for a `--kv_dtype` of codes that no backend reads."""
-    if value == "int8" and head_dim % INT8_QUAD:
-        raise ValueError(
-            f"--kv_dtype {value}: head size {head_dim} is not a multiple of {INT8_QUAD}; choose "
-            "auto"
-        )
+    check_quads(f"--kv_dtype {value}", value, head_dim, "auto")
     if dtype != "bfloat16":
         raise ValueError(
             f"--kv_dtype {value}: it is for --dtype bfloat16, not {dtype}, whose last bits would "
             "decide which code a number has; choose auto"
+        )
+
+
+def check_quads(flag: str, value: str, head_dim: int, instead: str) -> None:
+    if value == "int8" and head_dim % INT8_QUAD:
+        raise ValueError(
+            f"{flag}: head size {head_dim} is not a multiple of {INT8_QUAD}; choose {instead}"
+        )
+
+
+def check_coded_copy(
+    kv: KVSection, device: str, backend: str, kv_dtype: str, head_dim: int
+) -> None:
+    """Raises ValueError if drafts of the section read a copy of codes that the backend does not
+    read, or that has no fewer bits than the target's cache in `kv_dtype`."""
+    if not policy_called(kv.policy).reads_codes:
+        return
+    policy = f"--kv_policy {kv.policy}"
+    if device != "cpu":
+        raise ValueError(
+            f"--device {device}: the codes that drafts of {policy} read are for CPUs; choose "
+            "--device cpu, or another policy"
+        )
+    if not capabilities_of(backend).reads_codes:
+        fitting = ", ".join(list_backends(lambda c: c.reads_codes))
+        raise ValueError(
+            f"--attention {backend} does not read the codes that drafts of {policy} read; choose "
+            f"from auto, {fitting}"
+        )
+    copied = kv.draft_kv_dtype
+    check_quads(f"--draft_kv_dtype {copied}", copied, head_dim, "int4")
+    if kv_dtype in KV_DTYPES and KV_DTYPES.index(kv_dtype) >= KV_DTYPES.index(copied):
+        raise ValueError(
+            f"{policy}: a copy in --draft_kv_dtype {copied} has no fewer bits than the target's "
+            f"cache in --kv_dtype {kv_dtype}; choose --kv_policy {FULL_KV_POLICY}"
         )
 
 

@@ -14,7 +14,7 @@ from magicdec.config.capabilities import policy_called
 from magicdec.config.run_config import join_draft
 from magicdec.config.sections import NONE, KVSection, SamplingSection, model_drafter_of
 from magicdec.config.setting import declared
-from magicdec.names import BASELINE, KV_POLICIES, MTP
+from magicdec.names import BASELINE, FULL_KV_POLICY, KV_POLICIES, MTP, WITHOUT_BUDGET
 from magicdec.output.console import printable
 from magicdec.records.drafted import EVERY_POSITION, JudgedRecord
 from magicdec.records.pass_record import is_greedy
@@ -30,6 +30,7 @@ SHORT_NAMES = {
     "pooling": "pooling",
     "reselect_every": "reselect_every",
     "recent_window": "recent_window",
+    "draft_kv_dtype": "draft_kv_dtype",
 }
 # What the text of the prompts follows from: conditions only where their tokens are others.
 TEXT_CONDITIONS = ("dataset", "prefix_len", "num_prompts", "seed", "skip_tokens", "tokenizer")
@@ -97,6 +98,13 @@ def measured_thing(record: JudgedRecord) -> Key:
         ("gamma", decoding["gamma"]),
         ("pa", decoding.get("pa")),
     )
+
+
+def policy_text(policy: str, kv: Mapping[str, Any]) -> str:
+    """A policy and its budget, or the dtype of a copy of every token."""
+    if policy == FULL_KV_POLICY:
+        return policy
+    return f"{policy} {kv['draft_kv_dtype' if policy in WITHOUT_BUDGET else 'budget']}"
 
 
 def load_of(record: JudgedRecord) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.native import HEADERS as ATTENTION_HEADERS
-from magicdec.attention.native import STORAGE, kernel
+from magicdec.attention.native import STORAGE, flags_of, kernel
 from magicdec.distributed.groups import Group
 from magicdec.distributed.shared_memory import HEADERS as EXCHANGE_HEADERS
 from magicdec.distributed.shared_memory import SLOT_BYTES, WAIT_MS, SharedMemoryExchange
@@ -61,9 +61,9 @@ Fields = TypeVar("Fields", bound=ctypes.Structure)
 
 
 @cache
-def library(head_size: int) -> ctypes.CDLL:
+def library(head_size: int, *more_flags: str) -> ctypes.CDLL:
     share_openmp()
-    flags = (*FAST_MATH, "-fopenmp", f"-DHEAD_SIZE={head_size}")
+    flags = (*FAST_MATH, "-fopenmp", f"-DHEAD_SIZE={head_size}", *more_flags)
     native = load_library(SOURCE, flags, HEADERS)
     native.magicdec_forward.restype = ctypes.c_int64
     native.magicdec_forward.argtypes = (
@@ -121,7 +121,7 @@ class Executor:
         self.num_heads = attention.num_heads
         self.num_kv_heads = attention.num_kv_heads
         self.dtype = blocks[0].attention_norm.weight.dtype
-        self.library = library(self.config.head_dim)
+        library(self.config.head_dim)  # compiled before the first step
         self.exchange: SharedMemoryExchange | None = None
         if group.size > 1:
             assert isinstance(group.exchange, SharedMemoryExchange), "checked before the run"
@@ -271,6 +271,7 @@ class Executor:
         (num_rows, num_new, num_heads, size) = queries.shape
         shape = cache.shape
         storage = STORAGE.index((queries.dtype, cache.k.dtype))
+        assert not flags_of(storage), "asked of a target's cache"
         assert num_new <= length - first
         queries = queries.contiguous()
         table = cache.block_table
@@ -343,8 +344,10 @@ class Executor:
         described = array_of(CacheFields, len(caches))(*map(describe_cache, caches))
         if exchange is not None:
             peers.turn = exchange.turn
+        storage = STORAGE.index((self.dtype, caches[0].k.dtype))
+        native = library(self.config.head_dim, *flags_of(storage))
         arguments = (
-            STORAGE.index((self.dtype, caches[0].k.dtype)),
+            storage,
             self._describe_model(),
             described,
             peers,
@@ -352,10 +355,10 @@ class Executor:
             len(fields),
         )
         if exchange is None:  # nothing is called back
-            failed = self.library.magicdec_forward(*arguments)
+            failed = native.magicdec_forward(*arguments)
         else:
             with self._interrupts.kept():
-                failed = self.library.magicdec_forward(*arguments)
+                failed = native.magicdec_forward(*arguments)
         self.keys_read += sum([call.keys_read for call in fields])
         self.experts_read += fields[0].experts_read
         if exchange is not None:

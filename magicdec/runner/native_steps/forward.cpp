@@ -2,10 +2,19 @@
 #include "forward.h"
 
 // `storage` of the KV pools is FLOAT32 or BFLOAT16, the same as of weights and activations, or INT8 or INT4
-// with those of BFLOAT16. Returns DONE, INTERRUPTED if `keep_waiting` said so, or UNKNOWN_TOKEN.
+// with those of BFLOAT16. A library of its own, compiled with CODES_OF_FLOAT32, has the two that are named so. Returns
+// DONE, INTERRUPTED if `keep_waiting` said so, or UNKNOWN_TOKEN.
 extern "C" int64_t magicdec_forward(int storage, const Model* model, const Cache* caches, Exchange* exchange, Call* calls,
                                     int64_t num_calls) {
     auto run = [&](auto& forward) { return forward.run(*model, caches, *exchange, calls, num_calls); };
+#if defined(CODES_OF_FLOAT32)
+    if (storage == INT8_OF_FLOAT32) {
+        static thread_local Forward<float, WideInt8> forward;
+        return run(forward);
+    }
+    static thread_local Forward<float, WideInt4> forward;
+    return run(forward);
+#else
     if (storage == FLOAT32) {
         static thread_local Forward<float, Float32> forward;
         return run(forward);
@@ -30,4 +39,5 @@ extern "C" int64_t magicdec_forward(int storage, const Model* model, const Cache
 #endif
     static thread_local Forward<bfloat16, PairKernel, ShortKernel> forward;
     return run(forward);
+#endif
 }

@@ -28,6 +28,8 @@ class KVPolicy(ABC):
     never verified itself, cannot use it."""
     is_copied: ClassVar[bool] = False
     """Drafts read a copy, in a cache of its own."""
+    reads_codes: ClassVar[bool] = False
+    """The copy is in int8 or int4, which the attention backend has to read."""
     can_roll: ClassVar[bool] = False
     """A standalone draft needs to keep no more than the budget (`RollingRunner`). Such a policy is
     a `SinksAndWindow`."""
@@ -49,6 +51,11 @@ class KVPolicy(ABC):
     def copied_tokens(self, context: int) -> int:
         """Context tokens in the policy's own cache."""
         return 0
+
+    @property
+    def coded_copy(self) -> str | None:
+        """The dtype of a copy of codes; None: the cache's own."""
+        return None
 
     @property
     def observed_tokens(self) -> int:

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from magicdec.config.sections import MAX_AUTO_GAMMA, KVSection
-from magicdec.kv.cache import BatchRows, Lengths, Rows
+from magicdec.kv.cache import BatchRows
 from magicdec.kv.view import SinksAndWindow, first_key
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
+from magicdec.speculation.copied_kv import CopiedKV
 from magicdec.speculation.draft_kv import DraftKV
 from magicdec.speculation.observation import newest_queries, weights_in_cache
 from magicdec.speculation.policies.policy import KVPolicy
@@ -62,7 +63,7 @@ class SnapKV(KVPolicy):
             )
 
     def draft_kv(self, runner: ModelRunner) -> DraftKV:
-        return CopiedKV(runner, self)
+        return ChosenCopy(runner, self)
 
     def copied_tokens(self, context: int) -> int:
         return min(self.budget, context)
@@ -95,23 +96,20 @@ class SnapKV(KVPolicy):
         return pool(scores, KERNEL, stride=1, padding=KERNEL // 2)
 
 
-class CopiedKV(DraftKV):
-    """A draft KV in a cache of its own, copied from `source`, which holds the whole context.
+class ChosenCopy(CopiedKV):
+    """A copy of the chosen tokens by ascending score, then newly committed ones; drafts read the
+    newest `budget` entries.
 
-    It holds the chosen tokens by ascending score, then newly committed ones; drafts read the
-    newest `budget` entries. Keys keep the rotation of their place in the context. Under a
-    sliding window only tokens are chosen that stay visible until the next choice or the end,
-    because heads would lose them in different orders. Of layers with a narrower window than
+    Under a sliding window only tokens are chosen that stay visible until the next choice or the
+    end, because heads would lose them in different orders. Of layers with a narrower window than
     others it holds the newest tokens."""
 
     def __init__(self, source: ModelRunner, policy: SnapKV) -> None:
         super().__init__(source, SinksAndWindow(0, policy.budget))
-        self.source = source
         self.policy = policy
         self.chosen_at = [0] * source.num_rows  # context length at the last choice
         # Tokens at positions before this one see everything that was chosen.
         self.lasts_until = [0] * source.num_rows
-        self.shifts = [0] * source.num_rows  # `runner.offsets` on the host
 
     @property
     def following(self) -> int:
@@ -121,81 +119,31 @@ class CopiedKV(DraftKV):
 
     @property
     def row_tokens(self) -> int:
-        """Entries of a row of the copy: enough for any text, so that it never grows."""
         return min(self.policy.budget + self.following, self.source.max_tokens)
 
-    @property
-    def _offsets(self) -> Tensor:
-        assert self.runner.offsets is not None, "a cache of its own has offsets"
-        return self.runner.offsets
-
-    def admit(self, requests: Sequence[Request]) -> None:
-        if self.runner is self.source:
-            self.runner = self.source.with_cache(self.row_tokens)
-        for request in requests:
-            assert request.row is not None, "an admitted request has a row"
-            self.runner.release(request.row)
-            self.runner.allocate(request.row)
+    def fill(self, requests: Sequence[Request]) -> None:
         self._choose(requests)
 
     def fork(self, forks: Sequence[Request], texts: Sequence[Request]) -> None:
+        super().fork(forks, texts)
         for request, text in zip(forks, texts, strict=True):
             assert request.row is not None and text.row is not None, "texts and forks have rows"
-            row = request.row
-            self.chosen_at[row] = self.chosen_at[text.row]
-            self.lasts_until[row] = self.lasts_until[text.row]
-            self._offsets[row] = self.shifts[row] = self.shifts[text.row]
-            held = min(request.num_cached - self.shifts[row], self.runner.cache.lengths[text.row])
-            self.runner.fork(row, text.row, held)
-
-    def release(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            self.runner.release(row)
+            self.chosen_at[request.row] = self.chosen_at[text.row]
+            self.lasts_until[request.row] = self.lasts_until[text.row]
 
     def prepare(self, requests: Sequence[Request], gamma: int) -> None:
-        """Copy the tokens that `follow` would not, and choose anew where due."""
-        rows = [request.row for request in requests if request.row is not None]
-        lengths = self.lengths(rows).bounds
-        behind = [r.num_cached - n for r, n in zip(requests, lengths, strict=True)]
-        # `follow` copies as many tokens of each row, and a row that is less far behind than others
-        # may have no room for so many.
-        for count in sorted({n for n in behind if n > gamma + 1}):
-            equal = [row for row, n in zip(rows, behind, strict=True) if n == count]
-            self.follow(BatchRows.of(equal, self.source.device), count)
+        """Also choose anew where due."""
+        super().prepare(requests, gamma)
         every = self.policy.reselect_every
         requests_due = []
-        for request, row in zip(requests, rows, strict=True):
+        for request in requests:
+            if (row := request.row) is None:
+                continue
             last = request.num_cached + gamma
             is_due = every and request.num_cached >= self.chosen_at[row] + every
             if is_due or last > self.lasts_until[row]:
                 requests_due.append(request)
         self._choose(requests_due, gamma)
-
-    def follow(self, rows: BatchRows, most: int) -> None:
-        source = self.source.cache
-        cache = self.runner.cache
-        steps = torch.arange(most, device=self.source.device)
-        num_held = cache.seq_lens[rows.index].unsqueeze(1)
-        offsets = self._offsets[rows.index].unsqueeze(1)
-        # Rows with fewer new tokens copy past their end too: rejected drafts, forgotten right
-        # after.
-        self.runner.caches.copy_from(
-            self.source.caches, rows.index, num_held + offsets + steps, num_held + steps
-        )
-        cache.advance(rows, most)
-        self.rewind(rows, source.lengths_of(rows))
-
-    def lengths(self, rows: Rows) -> Lengths:
-        rows = BatchRows.of(rows, self.source.device)
-        return self._shifted(rows, self.runner.cache.lengths_of(rows), 1)
-
-    def held(self, rows: Rows, committed: Lengths) -> Lengths:
-        return self._shifted(BatchRows.of(rows, self.source.device), committed, -1)
-
-    def _shifted(self, rows: BatchRows, lengths: Lengths, sign: int) -> Lengths:
-        shifts = [sign * self.shifts[row] for row in rows.numbers]
-        bounds = tuple(bound + n for bound, n in zip(lengths.bounds, shifts, strict=True))
-        return Lengths(lengths.tensor.add(self._offsets[rows.index], alpha=sign), bounds)
 
     def _choose(self, requests: Sequence[Request], gamma: int = MAX_AUTO_GAMMA) -> None:
         """Fill the rows of `requests` anew; rows of equal length together."""
