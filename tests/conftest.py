@@ -38,6 +38,7 @@ from triton_interpreter import patch_once
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
+from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.cli.commands import console
 from magicdec.config.capabilities import policy_called
@@ -265,6 +266,22 @@ def make_runner(
 ) -> ModelRunner:
     place = backend or GroupedBackend(), Group((0,), 0), num_rows, max_tokens
     return ModelRunner(model, *place, max_following=max_following)
+
+
+class TiledCopies(SDPABackend):
+    """One with blocks of 8 tokens, or of whole tiles where so many are not asked for."""
+
+    def block_size(self, max_tokens: int) -> int:
+        return 8 if max_tokens <= 8 else 64
+
+
+def that_drafts(runner: ModelRunner, kv: KVSection) -> ModelRunner:
+    """The runner, with another backend if its own does not read what drafts under this policy
+    do."""
+    reads_codes = policy_called(kv.policy).reads_codes
+    if not reads_codes or isinstance(runner.backend, NativeBackend):
+        return runner
+    return replace(runner, backend=TiledCopies())
 
 
 def make_draft(

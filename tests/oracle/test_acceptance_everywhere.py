@@ -230,6 +230,7 @@ FORKED = {
     "snapkv": "--draft self self:int4 --budget 49 --kv_policy snapkv",
     "streaming_llm": "--draft self self:int8 --budget 49",
     "retrieval": "--draft self self:int8 --budget 81 --kv_policy retrieval",
+    "quantised": "--draft self self:int8 --kv_policy quantised",
     "full": "--draft self --kv_policy full",
     "model": "--draft model:demo-draft --kv_policy full",
     "eagle": "--draft eagle:demo-eagle --kv_policy full",

@@ -162,7 +162,7 @@ def run_schedules(
 ) -> Counter[str]:
     seen = Counter[str]()
     kv = kv or KV[policy]
-    # Of rounded keys `test_quantised.py` compares logits.
+    # Of rounded keys `test_quantised_kv.py` compares logits.
     is_checked = kwargs.get("drafter", "self") == "self" and policy != "quantised"
     for seed in seeds:
         run = serve(MODELS[name], kv, Random(seed), **kwargs)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from conftest import (
     make_runner,
     pack,
     random_prompts,
+    that_drafts,
     tiny_transformer,
 )
 from draft_heads import is_head, made_head, state_layers
@@ -88,9 +89,10 @@ CASES = [
     ("eagle", KVSection("full")),
     ("eagle", KVSection("streaming_llm", 12, 4)),
     ("ngram+eagle", KVSection("full")),
+    ("self", KVSection("quantised")),
 ]
 # Every drafter, every policy, and a mixed drafter beside each of its two kinds of cache.
-FEW_CASES = {0, 1, 3, 5, 6, 7, 8, 9, 12, 16}
+FEW_CASES = {0, 1, 3, 5, 6, 7, 8, 9, 12, 16, 19}
 EACH_CASE = [
     case if index in FEW_CASES else pytest.param(*case, marks=pytest.mark.wide)
     for index, case in enumerate(CASES)
@@ -314,6 +316,7 @@ def check_seeds(
     for seed in seeds:
         random = Random(seed)
         schedule = drawn_schedule(random, drafter, records, is_native)
+        schedule = replace(schedule, runner=that_drafts(schedule.runner, kv))
         seen += serve(schedule, drafter, kv, random, records)
         for request in schedule.requests:
             expected = lone_output(request)

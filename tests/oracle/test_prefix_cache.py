@@ -19,6 +19,7 @@ from conftest import (
     make_runner,
     pack,
     random_prompts,
+    that_drafts,
     tiny_transformer,
 )
 from draft_heads import is_head, made_head, state_layers
@@ -80,9 +81,10 @@ DRAFTS = [
     ("model", KVSection("streaming_llm", 12, 4)),
     ("eagle", FULL),
     ("eagle", KVSection("streaming_llm", 12, 4)),
+    ("self", KVSection("quantised")),
 ]
 IDS = ["none", "streaming_llm", "snapkv", "verified", "retrieval", "model", "model snapkv", "rolls"]
-IDS += ["head", "head rolls"]
+IDS += ["head", "head rolls", "quantised"]
 lone_outputs: dict[tuple[object, ...], list[int]] = {}
 
 
@@ -359,7 +361,7 @@ def check(seeds: range, drafter: str | None, kv: KVSection, is_native: bool) -> 
         talk = draw_talk(random, long=is_native)
         runner = draw_runner(random, talk, is_native)
         with spoiled():
-            seen += serve(random, talk, replace(runner), drafter, kv)
+            seen += serve(random, talk, that_drafts(replace(runner), kv), drafter, kv)
         for request in talk.requests:
             expected = lone_output(request)
             if request.status is RequestStatus.CANCELLED:

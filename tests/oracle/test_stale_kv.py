@@ -16,6 +16,7 @@ from conftest import (
     make_runner,
     pack,
     random_prompts,
+    that_drafts,
     tiny_transformer,
 )
 from lossless import RAGGED
@@ -37,6 +38,7 @@ DRAFTS = [
     ("self", KVSection("snapkv", 20, window_size=3, reselect_every=7)),
     ("self", KVSection("verified", 60, 4)),
     ("self", KVSection("retrieval", 60, 4)),
+    ("self", KVSection("quantised")),
     ("model", KVSection("full")),
     ("model", KVSection("streaming_llm", 12, 0)),
     ("model", KVSection("snapkv", 20, window_size=4)),
@@ -54,7 +56,8 @@ def spoiled() -> Iterator[None]:
     def spoil(cache: KVCache, blocks: list[int]) -> None:
         gone = [block for block in blocks if block != EVICTED]
         for pool in (cache.k, cache.v):
-            pool[:, gone] = float("nan")
+            # Codes are spoiled by the NaN of their scales.
+            pool[:, gone] = float("nan") if pool.is_floating_point() else -1
         for tensor in cache.attached:
             tensor[gone] = float("nan") if tensor.is_floating_point() else -1
 
@@ -89,7 +92,7 @@ def decoded(name: str, dtype: torch.dtype, drafter: str, kv: KVSection) -> Any:
     backend = {**ON_CPUS, "native steps": NativeBackend}[name]()
     model = pack(tiny_transformer(dtype=dtype))
     size = (len(RAGGED), max(RAGGED) + NUM_NEW + 12)
-    runner = make_runner(model, *size, backend)
+    runner = that_drafts(make_runner(model, *size, backend), kv)
     if name == "native steps":
         runner = replace(runner, executor=Executor(model, runner.group))
     blocks = TILE if name.startswith("native") else 8  # of a rolling cache, which gives them back

@@ -50,6 +50,7 @@ SHARED = {
         "forecast",
         "draft_kv",
         "block_kv",
+        "copied_kv",
         "policy",
         "observation",
         "block_choice",

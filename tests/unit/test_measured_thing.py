@@ -34,6 +34,7 @@ SETTINGS: dict[str, Any] = {
     "pooling": "max",
     "reselect_every": 7,
     "recent_window": 3,
+    "draft_kv_dtype": "int8",
 }
 
 

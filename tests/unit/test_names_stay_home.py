@@ -26,6 +26,7 @@ OTHER_MEANINGS = {
         "bench/audit/",  # the same, and counts of verifications
     ),
     "grouped": ("model/families/",),  # a packing of q, k and v
+    "quantised": ("model/",),  # weights of any format
     "native": ("model/elementwise/",),  # a way to compute norms, rotation and gates, as `triton`
     "triton": (
         "model/elementwise/",
