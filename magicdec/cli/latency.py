@@ -250,7 +250,7 @@ def check_grid(run: ResolvedRun, grid: LatencyGrid, launch: Launch) -> str:
         check_scores,
         check_window,
     )
-    from magicdec.setup.prepare import check_agreement
+    from magicdec.setup.prepare import check_agreement, traits_of
 
     check_agreement(run, vars(grid))
     config = run.config
@@ -263,9 +263,13 @@ def check_grid(run: ResolvedRun, grid: LatencyGrid, launch: Launch) -> str:
         check_groups("--draft_weights", weights, f"--model {source.name}", launch.world_size, model)
     for kv in grid.drafts:
         check_returns_weights(config.attention.backend, kv.resolve().policy)
-        device = config.parallel.device
-        kv_dtype = config.attention.kv_dtype
-        check_coded_copy(kv.resolve(), device, config.attention.backend, kv_dtype, model.head_dim)
+        check_coded_copy(
+            kv.resolve(),
+            config.parallel.device,
+            config.attention.backend,
+            config.attention.kv_dtype,
+            traits_of(model),
+        )
     context = max(grid.contexts)
     T = max(grid.new_tokens)
     length = f"--prefix_len {context} + --T {T} = {context + T}"

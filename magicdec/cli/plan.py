@@ -38,12 +38,12 @@ from magicdec.model.presets.presets import PRESETS, find_config
 from magicdec.names import (
     DEFAULT_KV_POLICY,
     DTYPES,
-    FULL_KV_POLICY,
     KV_POLICIES,
     MTP,
     NARROW,
     SAME,
     STORED,
+    WITHOUT_BUDGET,
 )
 from magicdec.output.tables import print_tables
 from magicdec.output.writing import check_record_file, check_writable, write_text
@@ -116,7 +116,7 @@ class PlanSection(AcceptanceSection):
     kv_policy: str = same(
         KVSection,
         "policy",
-        choices=tuple(name for name in KV_POLICIES if name != FULL_KV_POLICY),
+        choices=tuple(name for name in KV_POLICIES if name not in WITHOUT_BUDGET),
     )
     gen_len: int | None = same(WorkloadSection, "gen_len")
     max_gamma: int | None = setting(

@@ -266,6 +266,35 @@ def test_an_int8_cache_must_be_read() -> None:
         assert resolve(slowly, FAST).attention.kv_dtype == kv_dtype
 
 
+def test_a_copy_of_codes_must_be_read_and_save_bytes() -> None:
+    """`--kv_policy quantised`, whose drafts read codes. Where native attention does not serve, auto
+    takes what reads codes."""
+    copying = "--kv_policy", "quantised"
+    slow = Machine(2, has_compiler=False)
+    for machine, backend in ((FAST, "native"), (slow, "sdpa")):
+        found = resolve(parsed(*copying), machine)
+        assert found.attention.backend == backend and found.kv.policy == "quantised"
+    assert resolve(parsed(), slow).attention.backend == "grouped"
+    assert resolve(parsed(*copying, "--draft_budget", -1), FAST).kv.policy == "quantised"
+    resolve(parsed(*copying, "--kv_dtype", "int8"), FAST)
+    gpu = dataclasses.replace(FAST, has_cuda=True)
+    flags = "--kv_policy quantised"
+    for words, machine, traits, message in (
+        ("--attention grouped", FAST, ModelTraits(), "--attention grouped does not read the codes"),
+        ("--device cuda", gpu, ModelTraits(), f"--device cuda: the codes that drafts of {flags}"),
+        ("--kv_dtype int4", FAST, ModelTraits(), f"{flags}: a copy in --draft_kv_dtype int4 has"),
+        ("", FAST, ModelTraits(has_alibi=True), f"{flags}: codes would round the positions of ALi"),
+        (
+            "--draft_kv_dtype int8 --attention sdpa",
+            FAST,
+            ModelTraits(70),
+            "--draft_kv_dtype int8: head size 70 is not a multiple of 4; choose int4",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolve(parsed(*copying, *words.split()), machine, traits)
+
+
 def test_a_budget_of_minus_one_is_the_full_cache() -> None:
     for policy in ("streaming_llm", "snapkv", "full"):
         config = parsed("--draft_budget", -1, "--kv_policy", policy)

@@ -179,7 +179,7 @@ def speculative(drafter: str, kv: KVSection, backend: str = "auto") -> RunConfig
     return replace(config, attention=attention, workload=replace(SMALL, prefix_len=300))
 
 
-NARROW = ("baseline", "snapkv", "snapkv draft", "rolling draft")
+NARROW = ("baseline", "snapkv", "snapkv draft", "rolling draft", "quantised")
 PLAIN = RunConfig(decoding=DecodingSection("autoregressive"))
 RUNS = {
     "baseline": PLAIN,
@@ -189,6 +189,8 @@ RUNS = {
     "streaming": speculative("self", KVSection(budget=33)),
     "snapkv": speculative("self", KVSection("snapkv", 40)),
     "snapkv sdpa": speculative("self", KVSection("snapkv", 40), "sdpa"),
+    "quantised": speculative("self", KVSection("quantised"), "sdpa"),
+    "quantised int8": speculative("self", KVSection("quantised", draft_kv_dtype="int8"), "native"),
     "rolling draft": speculative("model", KVSection(budget=33)),
     "full draft": speculative("model", KVSection("full")),
     "snapkv draft": speculative("model", KVSection("snapkv", 40)),

@@ -122,10 +122,11 @@ def check_quads(flag: str, value: str, head_dim: int, instead: str) -> None:
 
 
 def check_coded_copy(
-    kv: KVSection, device: str, backend: str, kv_dtype: str, head_dim: int
+    kv: KVSection, device: str, backend: str, kv_dtype: str, model: ModelTraits
 ) -> None:
-    """Raises ValueError if drafts of the section read a copy of codes that the backend does not
-    read, or that has no fewer bits than the target's cache in `kv_dtype`."""
+    """Raises ValueError if drafts of the section read a copy in codes that the backend does not
+    read, that cannot hold the model's keys, or that have no fewer bits than the target's cache in
+    `kv_dtype`."""
     if not policy_called(kv.policy).reads_codes:
         return
     policy = f"--kv_policy {kv.policy}"
@@ -140,8 +141,13 @@ def check_coded_copy(
             f"--attention {backend} does not read the codes that drafts of {policy} read; choose "
             f"from auto, {fitting}"
         )
+    if model.has_alibi:
+        raise ValueError(
+            f"{policy}: codes would round the positions of ALiBi, which lie in the keys; choose "
+            "another policy"
+        )
     copied = kv.draft_kv_dtype
-    check_quads(f"--draft_kv_dtype {copied}", copied, head_dim, "int4")
+    check_quads(f"--draft_kv_dtype {copied}", copied, model.head_dim, "int4")
     if kv_dtype in KV_DTYPES and KV_DTYPES.index(kv_dtype) >= KV_DTYPES.index(copied):
         raise ValueError(
             f"{policy}: a copy in --draft_kv_dtype {copied} has no fewer bits than the target's "

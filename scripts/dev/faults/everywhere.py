@@ -169,7 +169,7 @@ PROPERTIES = (
             ),
             Fault(
                 "forks of a copy with a row's own positions",
-                "speculation/policies/snapkv.py",
+                "speculation/copied_kv.py",
                 "self._offsets[row] = self.shifts[row] = self.shifts[text.row]",
                 "self.shifts[row] = self.shifts[text.row]",
             ),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from faults.fault import Fault, Property
 
 KV = "test_kv_dtype.py::"
+QUANTISED = "test_quantised_kv.py::"
+COPY = "speculation/copied_kv.py"
 
 PROPERTIES = (
     Property(
@@ -34,6 +36,49 @@ PROPERTIES = (
                 "kv/layout.py",
                 "MOST_CODE = 127",
                 "MOST_CODE = 63",
+            ),
+        ),
+    ),
+    Property(
+        "Drafts of a copy in fewer bits read every committed token, rounded, and no other.",
+        f"{QUANTISED}test_logits_of_drafts_are_those_over_rounded_numbers[int4-two groups-native]",
+        (
+            Fault(
+                "what was committed since the prompt is not appended",
+                COPY,
+                "        cache.advance(rows, most)\n",
+                "        cache.advance(rows, most * (most > 5))\n",
+            ),
+            Fault(
+                "a rejected token stays in the copy",
+                COPY,
+                "        self.rewind(rows, source.lengths_of(rows))\n",
+                "        self.rewind(rows, source.lengths_of(rows).plus(1))\n",
+            ),
+            Fault(
+                "the last part of a prompt is left out",
+                COPY,
+                "range(0, count, chunk)",
+                "range(0, count - chunk, chunk)",
+            ),
+            Fault(
+                "a group has the scale of its neighbour",
+                "kv/layout.py",
+                "return (low | high << 4).flatten(-2), scales.squeeze(-1)",
+                "return (low | high << 4).flatten(-2), scales.squeeze(-1).roll(1, 0)",
+            ),
+        ),
+    ),
+    Property(
+        "Reads of a copy in fewer bits have its own bytes.",
+        f"{QUANTISED}test_reads_of_drafts_are_counted_in_the_bytes_of_the_copy"
+        "[int4-torch.bfloat16-native steps]",
+        (
+            Fault(
+                "as many as the target's",
+                "runner/model_runner.py",
+                "keys, draft_rows, self.bytes_per_token)",
+                "keys, draft_rows, self.counts.bytes_per_token)",
             ),
         ),
     ),

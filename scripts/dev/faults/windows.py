@@ -268,8 +268,8 @@ PROPERTIES = (
             Fault(
                 "layers without a window alone",
                 "kv/forward_counts.py",
-                "self.kv_bytes_read += keys * self.bytes_per_token // self.num_layers",
-                "self.kv_bytes_read += keys // self.num_layers * self.bytes_per_token",
+                "self.kv_bytes_read += keys * bytes_per_token // self.num_layers",
+                "self.kv_bytes_read += keys // self.num_layers * bytes_per_token",
             ),
         ),
     ),
