@@ -75,10 +75,11 @@ DRAFTS = (
     "int8 --draft model:demo-draft --budget 49",
     "int8 --draft eagle:demo-eagle --budget -1",
     "int4 --draft ngram+self --budget 49",
+    "int8 --draft self --kv_policy quantised",
 )
 
 
-@pytest.mark.narrow(4)
+@pytest.mark.narrow(5)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_drafts_are_lossless_over_a_cache_of_codes(
     draft: str, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

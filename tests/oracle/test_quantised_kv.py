@@ -1,13 +1,23 @@
 """`--kv_policy quantised`: logits of drafts are those of attention in float64 over the target's K
 and V, rounded by the definition of the format, after any steps; and what they read is counted."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 
 import pytest
 import torch
-from conftest import TINY, make_requests, make_runner, pack, random_prompts, tiny_transformer
+from conftest import (
+    TINY,
+    Command,
+    make_requests,
+    make_runner,
+    pack,
+    random_prompts,
+    tiny_transformer,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounded import as_stored
@@ -250,3 +260,24 @@ def test_reads_of_drafts_are_counted_in_the_bytes_of_the_copy(
     runner.forward(ForwardBatch(torch.tensor([[5], [6]]), [0, 1]))
     used = runner.counts.minus(before)
     assert used.kv_bytes_read == keys * 2 * 64 * dtype.itemsize
+
+
+@pytest.mark.narrow(2)
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--modes static static+draft --nproc 2 --dtype float32",
+        "--modes inflight inflight+draft --prefix_cache --block_tokens 64 --dtype float32",
+        "--modes inflight inflight+draft --draft_kv_dtype int8 --draft_weights int4 "
+        "--dtype bfloat16",
+    ],
+)
+def test_modes_are_lossless(words: str, command: Command, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    load = "--num_requests 5 --arrival burst --prefix_len uniform:5:150 --gen_len uniform:3:40"
+    flags = f"--draft self --kv_policy quantised --threads 1 --out {out}"
+    ended = command("serve", *words.split(), *load.split(), *flags.split())
+    assert ended.code == 0, ended.err
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["status"] for record in records] == ["verified"] * 2
+    assert records[1]["metrics"]["draft_acceptance_rate"] > 0.5
