@@ -45,6 +45,7 @@ SELFSPEC: dict[str, Any] = {
         "window_size": 32,
         "pooling": "avg",
         "reselect_every": 0,
+        "draft_kv_dtype": "int4",
         "recent_window": None,
     },
     "attention": {

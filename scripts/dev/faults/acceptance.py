@@ -30,6 +30,7 @@ INDEX = "speculation/suffix_index.py"
 LENGTH = "speculation/draft_length.py"
 FORECAST = "speculation/forecast.py"
 SNAP = "speculation/policies/snapkv.py"
+COPIED = "speculation/copied_kv.py"
 BLOCKS = "speculation/block_kv.py"
 MIXTURE = "speculation/mixed.py"
 RETRIEVED = "speculation/policies/retrieval.py"
@@ -292,7 +293,7 @@ CHOICES = (
     ),
     regression(
         "snapkv copies the token before",
-        SNAP,
+        COPIED,
         "num_held + offsets + steps,",
         "num_held + offsets + steps - 1,",
         f"{SNAPKV} 257 --gamma 4",
@@ -514,7 +515,7 @@ RANKS = (
     ),
     regression(
         "snapkv of the second rank copies the token before",
-        SNAP,
+        COPIED,
         "num_held + offsets + steps,",
         f"num_held + offsets + steps - int({SECOND}),",
         f"{SNAPKV} 257 {ON_RANKS}",
