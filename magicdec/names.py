@@ -35,6 +35,7 @@ KV_POLICIES = {
 DEFAULT_KV_POLICY = "streaming_llm"
 FULL_KV_POLICY = "full"  # what a budget of -1 means
 WITHOUT_BUDGET = (FULL_KV_POLICY, "quantised")  # policies whose drafts read every token
+EVERY_TOKEN = -1  # the budget that they have
 SPECULATIVE = "speculative"
 BASELINE = "autoregressive"  # the strategy that every other one is compared with
 STRATEGIES = {

@@ -263,6 +263,7 @@ def make_plan(
         dtype=config["model"]["dtype"],
         kv_policy=config["kv"]["policy"],
         draft_weights=config["decoding"].get("draft_weights"),
+        draft_kv_dtype=config["kv"]["draft_kv_dtype"],
         B=(args.B,),
         gen_len=args.gen_len,
         tp=args.num_ranks,

@@ -13,7 +13,8 @@ from pathlib import Path
 from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.parser import ConfigFile, ParsedValues
 from magicdec.cli.parsing.record_files import given_flags
-from magicdec.config.choices.backend import check_codes
+from magicdec.config.capabilities import check_standalone
+from magicdec.config.choices.backend import check_codes, check_fewer_bits
 from magicdec.config.choices.layers import check_copy, choose_weights
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
@@ -38,6 +39,8 @@ from magicdec.model.presets.presets import PRESETS, find_config
 from magicdec.names import (
     DEFAULT_KV_POLICY,
     DTYPES,
+    EVERY_TOKEN,
+    FULL_KV_POLICY,
     KV_POLICIES,
     MTP,
     NARROW,
@@ -116,8 +119,9 @@ class PlanSection(AcceptanceSection):
     kv_policy: str = same(
         KVSection,
         "policy",
-        choices=tuple(name for name in KV_POLICIES if name not in WITHOUT_BUDGET),
+        choices=tuple(name for name in KV_POLICIES if name != FULL_KV_POLICY),
     )
+    draft_kv_dtype: str = same(KVSection, "draft_kv_dtype")
     gen_len: int | None = same(WorkloadSection, "gen_len")
     max_gamma: int | None = setting(
         None,
@@ -169,6 +173,11 @@ class PlanSection(AcceptanceSection):
         draft = self.model if self.draft == MTP else self.draft.removeprefix(MODEL_PREFIX)
         found = {"models": self.model, "draft models": draft}
         return {noun: Path(name).name for noun, name in found.items()} | {"dtypes": self.dtype}
+
+    @property
+    def copied(self) -> str | None:
+        """The dtype of a copy of every token that drafts read; None without."""
+        return self.draft_kv_dtype if self.kv_policy in WITHOUT_BUDGET else None
 
     @property
     def drafter(self) -> str:
@@ -229,7 +238,7 @@ def make_draft_table(args: PlanSection, plan: SpeculationPlan) -> DraftTable:
         keys = {"method": MTP}
     target = describe_model(plan.target, args.dtype)
     target = {key: target[key] for key in ("dtype", "target_dtype")} | {"model": args.model}
-    like = args.drafter, args.kv_policy, args.draft_weights
+    like = args.drafter, args.kv_policy, args.draft_weights, args.copied
     runs = fastest_runs(args.records.get("pass", ()), target, draft, like)
     # With a single context, entries have none, as vLLM's releases take them.
     contexts = {*plan.prefix_lens, *([1] if len(plan.prefix_lens) > 1 else [])}
@@ -247,6 +256,11 @@ def refuse_idle(args: PlanSection, values: ParsedValues) -> None:
         values.refuse_given(
             ["plan.acceptance_curve"], "it is for an --acceptance that is a golden file (.yaml)"
         )
+    policy = f"--kv_policy {args.kv_policy}"
+    if args.copied is None:
+        values.refuse_given(["plan.draft_kv_dtype"], f"{policy} does not use it")
+    else:
+        values.refuse_given(["plan.budget"], f"{policy} reads the whole cache")
     if args.ranks_per_node == 1:
         values.refuse_given(["plan.link", "plan.link_latency_us"], "a node has one rank")
     if args.nodes == 1:
@@ -347,12 +361,13 @@ def make_plan(args: PlanSection, records: RecordsByKind | None = None) -> Specul
     if args.tp % args.nodes:
         raise ValueError(f"--nodes {args.nodes} does not divide --tp {args.tp}")
     target = find_target(args, config, args.nodes)
+    budgets = args.budget if args.copied is None else (EVERY_TOKEN,)
     if args.conditional_acceptance is not None:
-        curves, source = find_conditional(args.conditional_acceptance, args.budget)
+        curves, source = find_conditional(args.conditional_acceptance, budgets)
     else:
         curves, source = find_curves(
             args.acceptance or (),
-            args.budget,
+            budgets,
             args.drafter,
             args.kv_policy,
             args.acceptance_gamma,
@@ -360,6 +375,7 @@ def make_plan(args: PlanSection, records: RecordsByKind | None = None) -> Specul
             args.records if records is None else records,
             args.acceptance_curve,
             args.names,
+            args.copied,
         )
     reach = longest(curves)
     if args.max_gamma is not None and reach is not None and args.max_gamma > reach:
@@ -405,7 +421,12 @@ def find_draft(args: PlanSection, target: Deployment) -> Deployment:
         return find_mtp_head(args, target)
     if args.draft == SELF:
         check_copy(low_bit, target.low_bit or args.dtype)
-        return replace(target, low_bit=low_bit or target.low_bit)
+        if args.copied is not None:
+            check_fewer_bits(args.kv_policy, args.copied, target.kv_dtype)
+        kv_dtype = args.copied or target.kv_dtype
+        return replace(target, low_bit=low_bit or target.low_bit, kv_dtype=kv_dtype)
+    if args.copied is not None:
+        check_standalone(args.kv_policy)
     name = args.draft.removeprefix(MODEL_PREFIX)
     if name in ("", args.draft):
         choices = f"{SELF}, {MTP}, {MODEL_PREFIX}NAME"

@@ -17,6 +17,7 @@ from magicdec.bench.acceptance.selection import (
     lengths_of,
     settings_of,
 )
+from magicdec.names import EVERY_TOKEN, WITHOUT_BUDGET
 from magicdec.predict.lengths import AcceptanceLengths
 from magicdec.records.comparison.conditions import sampling
 from magicdec.records.drafted import EVERY_POSITION, JudgedRecord
@@ -36,19 +37,27 @@ DRAWN = (
     "say where the steps of a run begin; give records of greedy texts, or of drafts in forks"
 )
 
-Drafting = tuple[str, str, str | None]
-"""The drafter, the KV policy and the draft weights of a run."""
+Drafting = tuple[str, str, str | None, str | None]
+"""The drafter, the KV policy, the draft weights and the dtype of a copy of every token of a run."""
 
 
 def drafting_of(config: Mapping[str, Any]) -> Drafting | None:
-    """Drafter, policy and weights in a record's config. None without drafts that read a cache, and
+    """How a record's config drafts. None without drafts that read a cache, and
     for chains unlike those of a plan, which end early (`--pa`) or whose lengths a given cost
     chose."""
     decoding = config["decoding"]
     is_other = any(decoding.get(name) is not None for name in ("pa", "step_cost"))
     if is_other or decoding["drafter"] is None or config.get("kv") is None:
         return None
-    return decoding["drafter"], config["kv"]["policy"], decoding.get("draft_weights")
+    policy = config["kv"]["policy"]
+    copied = config["kv"].get("draft_kv_dtype") if policy in WITHOUT_BUDGET else None
+    return decoding["drafter"], policy, decoding.get("draft_weights"), copied
+
+
+def budget_of(config: Mapping[str, Any]) -> int:
+    """0 where a policy with a budget read the whole cache."""
+    kv = config["kv"]
+    return EVERY_TOKEN if kv["policy"] in WITHOUT_BUDGET else max(0, kv["budget"])
 
 
 def is_plain(config: Mapping[str, Any]) -> bool:
@@ -78,7 +87,7 @@ def curves_of_file(
     source: records of `magicdec acceptance`, or passes if there are none of these. `names` has the
     one that counts of several models, dtypes and draft models. Raises ValueError if there is no
     such record, or if what tells several apart is in no flag."""
-    drafter, policy, weights = like
+    drafter, policy, weights, _ = like
     positions, passes = (
         [record for record in records.get(kind, ()) if drafting_of(record.config) == like]
         for kind in KINDS
@@ -120,9 +129,9 @@ def _pass_curves(records: Sequence[PassRecord]) -> tuple[Curves, dict[int, str]]
     for record in plain or records:
         config = record.config
         metrics = record.metrics
-        budget = config["kv"]["budget"]
+        budget = budget_of(config)
         curve = metrics and metrics.acceptance_per_position
-        if metrics is None or budget <= 0 or not curve:
+        if metrics is None or not budget or not curve:
             continue
         weight = len(curve), (metrics.judged_per_position or [0])[0]
         if weight >= weights_of.get(budget, (0, 0)):
@@ -138,13 +147,11 @@ def _position_curves(
 ) -> tuple[Curves, dict[int, str]]:
     """The lengths of each budget by context, and where they were measured."""
     usable = [
-        record
-        for record in records
-        if record.config["kv"]["budget"] > 0 and not record.workload.is_random
+        record for record in records if budget_of(record.config) and not record.workload.is_random
     ]
     by_budget = defaultdict[int, list[AcceptanceRecord]](list)
     for record in _told_apart(path, usable, conditions_of, names):
-        by_budget[record.config["kv"]["budget"]].append(record)
+        by_budget[budget_of(record.config)].append(record)
     curves: Curves = {}
     places: dict[int, str] = {}
     for budget, budget_records in by_budget.items():

@@ -124,15 +124,16 @@ def find_curves(
     records: RecordsByKind | None = None,
     golden_curve: str | None = None,
     names: Mapping[str, str] | None = None,
+    copied: str | None = None,
 ) -> tuple[dict[int, AcceptanceCurve], str]:
     """Returns budget -> acceptance, and a text that names the source.
 
     `values` are one for all budgets, one per budget, or one file. The records of a file (`records`,
-    if already read) count if they have this `drafter` (`self` or `model`), draft `weights` and KV
-    policy (None: the default), and `names` as `curves_of_file` has them; a golden file has
-    `golden_curve` for all budgets (None: its only one). A rate was measured with `gamma` draft
-    tokens. `budgets` None stands for all in the file of records, or the default. Raises ValueError
-    for other values.
+    if already read) count if they have this `drafter` (`self` or `model`), draft `weights`, KV
+    policy (None: the default) and dtype of a copy of every token (`copied`), and `names` as
+    `curves_of_file` has them; a golden file has `golden_curve` for all budgets (None: its only
+    one). A rate was measured with `gamma` draft tokens. `budgets` None stands for all in the file
+    of records, or the default. Raises ValueError for other values.
     """
     if len(values) == 1 and is_golden(values[0]):
         lengths, what = load_golden(Path(values[0]), golden_curve)
@@ -141,7 +142,7 @@ def find_curves(
         return _spread("--acceptance", [lengths], budgets), source
     if len(values) == 1 and is_file(values[0]):
         path = Path(values[0])
-        like = (drafter, policy or DEFAULT_KV_POLICY, weights)
+        like = (drafter, policy or DEFAULT_KV_POLICY, weights, copied)
         by_kind = load_by_kind(path) if records is None else records
         found, source = curves_of_file(path, by_kind, budgets, like, names or {})
         check_common(values[0], found.values())

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from magicdec.output.tables import csv_text
-from magicdec.predict.acceptance_file import Drafting, drafting_of
+from magicdec.predict.acceptance_file import Drafting, budget_of, drafting_of
 from magicdec.predict.plan import PlanCell
 from magicdec.records.pass_record import PassRecord
 
@@ -109,5 +109,5 @@ def fastest_runs(
         is_like = target.items() <= config["model"].items() and drafting_of(config) == like
         is_like = is_like and own == draft and gamma != "auto"
         if is_like and speedup > runs.get(place, (0, 0, 0.0))[2]:
-            runs[place] = gamma, config["kv"]["budget"], speedup
+            runs[place] = gamma, budget_of(config), speedup
     return runs

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from magicdec.hardware.costs import Deployment
-from magicdec.names import NARROW
+from magicdec.names import EVERY_TOKEN, NARROW
 from magicdec.output.tables import Column, Table
 from magicdec.predict.curves import AcceptanceCurve, contexts_of, expected_tokens, held
 from magicdec.predict.lengths import AcceptanceLengths
@@ -99,7 +99,7 @@ class PlanCell(RecordPart):
     decode_ms: float = recorded("an autoregressive step", "ms", label="decode, ms", digits=2)
     gamma: int = recorded("the best number of draft tokens; 0: none", "tokens", label="gamma")
     budget: int | None = recorded(
-        "the best KV budget", "tokens", label="budget", null=NOTHING_DRAFTED
+        "the best KV budget; -1: every token", "tokens", label="budget", null=NOTHING_DRAFTED
     )
     draft_ms: float | None = recorded(
         "all drafts of a step", "ms", label="draft, ms", digits=2, null=NOTHING_DRAFTED
@@ -162,6 +162,7 @@ def make_record(plan: SpeculationPlan) -> PlanRecord:
         "model": describe_model(plan.target, plan.dtype),
         "draft": None if plan.is_self_speculation else describe_model(plan.draft, plan.dtype),
         "draft_weights": plan.draft.low_bit or plan.dtype,
+        "draft_kv_dtype": plan.draft.kv_dtype or plan.dtype,
         "parallel": describe_ranks(plan.target, plan.machine_source),
         "workload": {
             "acceptance": {
@@ -236,7 +237,7 @@ def _cells(record: PlanRecord) -> Table:
     workload = record.config["workload"]
     ranks = record.config["parallel"]
     overhead_us = 1e6 * ranks["hardware"]["layer_overhead_s"] * model["num_layers"]
-    curves = "; ".join(f"budget {b}: {_curve(a)}" for b, a in workload["acceptance"].items())
+    curves = "; ".join(f"{_read(b)}: {_curve(a)}" for b, a in workload["acceptance"].items())
     contexts = _contexts(record)
     is_flat = all(len(measured) == 1 for measured in contexts.values())
     where = "the same at every context" if is_flat else "by context"
@@ -261,6 +262,11 @@ def _cells(record: PlanRecord) -> Table:
         "tokens",
         above=lines,
     )
+
+
+def _read(budget: str) -> str:
+    """What drafts of a budget read, in words."""
+    return "every token" if budget == str(EVERY_TOKEN) else f"budget {budget}"
 
 
 def _table(record: PlanRecord, cells: Sequence[PlanCell], only: Sequence[str]) -> Table:
@@ -337,7 +343,12 @@ def _drafting(record: PlanRecord) -> str:
     if draft is not None:
         return _name(draft)
     weights = record.config.get("draft_weights", model["target_dtype"])
-    return "the model itself" + (f" in {weights}" if weights != model["target_dtype"] else "")
+    own = model.get("kv_dtype", model["dtype"])
+    copied = record.config.get("draft_kv_dtype", own)
+    over = f" over a copy of K and V in {copied}" if copied != own else ""
+    return (
+        "the model itself" + (f" in {weights}" if weights != model["target_dtype"] else "") + over
+    )
 
 
 def describe_machine(ranks: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from magicdec.hardware.costs import Deployment, attention_flops, kv_bytes_per_token, slowest_shard
+from magicdec.names import EVERY_TOKEN
 from magicdec.predict.curves import (
     AcceptanceCurve,
     contexts_of,
@@ -96,7 +97,7 @@ class Prediction:
 @dataclass(frozen=True)
 class SpeculationCost:
     """Speculative decoding with one KV budget: the draft (in self-speculation the target) reads at
-    most `budget` committed tokens per row."""
+    most `budget` committed tokens per row, or all with a budget of EVERY_TOKEN."""
 
     target: Deployment
     draft: Deployment
@@ -110,7 +111,24 @@ class SpeculationCost:
     def begin_s(self, B: int, S: int) -> float:
         is_self = self.draft.config is self.target.config
         own = 0.0 if is_self else prefill_seconds(self.draft, B, S)
-        return own + self.choice.seconds(self.draft, self.budget, B, S)
+        return own + self.choice.seconds(self.draft, self.budget, B, S) + self._copy_s(B, S)
+
+    def _copy_s(self, B: int, S: int) -> float:
+        """Seconds in which every K and V is copied for drafts, read once and written in fewer
+        bits."""
+        if self.budget != EVERY_TOKEN:
+            return 0.0
+        shard = slowest_shard(self.target.config, self.target.tp)
+        entries = [
+            kv_bytes_per_token(model.config, shard, model.dtype_bytes, model.kv_dtype)
+            for model in (self.target, self.draft)
+        ]
+        h = self.target.hardware
+        return B * S * sum(entries) / (h.kv_bytes_per_s or h.read_bytes_per_s)
+
+    def _reads(self, S: int) -> int:
+        """Committed tokens of S that a draft reads."""
+        return S if self.budget == EVERY_TOKEN else min(S, self.budget)
 
     def predict(self, B: int, S: int, gamma: int) -> Prediction:
         """Decoding of B rows with S cached tokens; gamma 0 is autoregressive."""
@@ -131,7 +149,7 @@ class SpeculationCost:
         if gamma == 0:
             return Prediction(0, None, decode, None, None, 1.0, 1.0)
         # The k-th draft forward also sees the k - 1 draft tokens before it.
-        draft = sum(self.draft.seconds(B, 1, min(S, self.budget) + k) for k in range(gamma))
+        draft = sum(self.draft.seconds(B, 1, self._reads(S) + k) for k in range(gamma))
         verify = self.target.seconds(B, gamma + 1, S)
         tokens = expected_tokens(self.acceptance, gamma, S)
         speedup = tokens * decode / (draft + verify)

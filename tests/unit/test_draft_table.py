@@ -126,7 +126,7 @@ def test_measured_runs_stand_beside_predictions() -> None:
         runs = [
             (r.config["decoding"]["gamma"], r.config["kv"]["budget"], r.metrics.speedup)
             for r in load_passes(BASELINES)
-            if drafting_of(r.config) == ("self", policy, None)
+            if drafting_of(r.config) == ("self", policy, None, None)
             and r.metrics
             and r.metrics.speedup
             and r.config["workload"]["prefix_len"] == 4096

@@ -257,7 +257,7 @@ def test_acceptance_from_records(drafter: str, policy: str | None) -> None:
         and r["environment"]["world_size"] == 1  # those of several ranks have fewer prompts
         and r["config"]["kv"]["policy"] == (policy or "streaming_llm")
         and r["config"]["decoding"]["gamma"] == 4
-        and drafting_of(r["config"]) == (drafter, policy or "streaming_llm", None)
+        and drafting_of(r["config"]) == (drafter, policy or "streaming_llm", None, None)
         and is_plain(r["config"])
     }
     if not expected:
@@ -395,6 +395,30 @@ def test_a_cache_of_codes_is_planned(run: Run) -> None:
     ):
         code, _, err = run(f"{BY_HAND} --acceptance 0.8 --kv_dtype int4 {words}")
         assert code == 2 and message in err and err.count("\n") == 1
+
+
+def test_drafts_from_a_copy_of_every_token_are_planned(run: Run, tmp_path: Path) -> None:
+    """Llama-3.1-8B, of which a draft reads 36,864 bytes a token in int4, the target 131,072. Both
+    are moved once before the first step."""
+    out = tmp_path / "plan.jsonl"
+    words = "--model llama-3.1-8b --bandwidth 2000 --flops 1e6 --conditional_acceptance 0.93"
+    words += f" --B 8 --prefix_len 8192 --max_gamma 2 --kv_policy quantised --out {out}"
+    code, text, _ = run(words)
+    assert code == 0 and "draft: the model itself over a copy of K and V in int4" in text
+    assert "every token: conditional rate 0.93" in text
+    (cell,) = json.loads(out.read_text())["cells"]
+    assert (cell["gamma"], cell["budget"]) == (2, -1)
+    weights_ms = cell["decode_ms"] - 1e3 * 8 * 8193 * 131072 / 2e12
+    drafts_ms = 2 * weights_ms + 1e3 * 8 * (8193 + 8194) * 36864 / 2e12
+    assert cell["draft_ms"] == pytest.approx(drafts_ms, rel=1e-3)
+    assert cell["begin_ms"] == pytest.approx(1e3 * 8 * 8192 * (131072 + 36864) / 2e12)
+    for more, message in (
+        ("--budget 65", "--kv_policy quantised reads the whole cache"),
+        ("--kv_dtype int4", "a copy in --draft_kv_dtype int4 has no fewer bits"),
+        ("--draft model:llama-3.2-1b", "a standalone draft is never verified itself"),
+    ):
+        code, _, err = run(f"{words} {more}")
+        assert code == 2 and message in err, err
 
 
 def test_a_plan_imports_no_torch() -> None:

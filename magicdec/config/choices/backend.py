@@ -148,10 +148,15 @@ def check_coded_copy(
         )
     copied = kv.draft_kv_dtype
     check_quads(f"--draft_kv_dtype {copied}", copied, model.head_dim, "int4")
+    check_fewer_bits(kv.policy, copied, kv_dtype)
+
+
+def check_fewer_bits(policy: str, copied: str, kv_dtype: str | None) -> None:
+    """Raises ValueError for a copy with as many bits as the target's cache."""
     if kv_dtype in KV_DTYPES and KV_DTYPES.index(kv_dtype) >= KV_DTYPES.index(copied):
         raise ValueError(
-            f"{policy}: a copy in --draft_kv_dtype {copied} has no fewer bits than the target's "
-            f"cache in --kv_dtype {kv_dtype}; choose --kv_policy {FULL_KV_POLICY}"
+            f"--kv_policy {policy}: a copy in --draft_kv_dtype {copied} has no fewer bits than the "
+            f"target's cache in --kv_dtype {kv_dtype}; choose --kv_policy {FULL_KV_POLICY}"
         )
 
 
