@@ -36,6 +36,7 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.bench import roofline
+from magicdec.config.capabilities import policy_called
 from magicdec.config.sections import KVSection
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware import costs
@@ -79,6 +80,7 @@ KV_SECTIONS = [
     KVSection("snapkv", 20, window_size=8, reselect_every=7),
     KVSection("verified", 33, 4),
     KVSection("retrieval", 33, 4),
+    KVSection("quantised"),
 ]
 
 
@@ -136,10 +138,15 @@ def test_logits_in_chunks_equal_transformers(name: str, backend: str) -> None:
     torch.testing.assert_close(logits, stored(name).reference.logits(text), atol=1e-4, rtol=0)
 
 
-def backends_of(name: str) -> list[type[AttentionBackend]]:
-    """Those for a CPU that serve the family's heads."""
+def backends_of(name: str, kv: KVSection) -> list[type[AttentionBackend]]:
+    """Those for a CPU that serve the family's heads, and read what drafts do."""
     takes_16 = MODELS[name][1].get("head_dim", SIZE) % 16 == 0
-    return [GroupedBackend, SDPABackend, *([NativeBackend] if takes_16 else [])]
+    reads_numbers = not policy_called(kv.policy).reads_codes
+    return [
+        *([GroupedBackend] if reads_numbers else []),
+        SDPABackend,
+        *([NativeBackend] if takes_16 else []),
+    ]
 
 
 @pytest.mark.narrow(12)
@@ -148,7 +155,7 @@ def backends_of(name: str) -> list[type[AttentionBackend]]:
     [
         pytest.param(name, kv, backend, id=f"{name}-{kv.policy}-{backend.__name__}")
         for (i, name), (j, kv) in product(enumerate(NAMES), enumerate(KV_SECTIONS))
-        for served in [backends_of(name)]
+        for served in [backends_of(name, kv)]
         for backend in [served[(i + j) % len(served)]]
     ],
 )

@@ -364,6 +364,7 @@ DRAFTS = {
     "self snapkv chosen anew": "--draft self --kv_policy snapkv --budget 48 --reselect_every 5",
     "self retrieval": "--draft self --kv_policy retrieval --budget 49",
     "self verified": "--draft self --kv_policy verified --budget 65",
+    "self quantised": "--draft self --kv_policy quantised",
     "self:int8": "--draft self --draft_weights int8 --budget 33",
     "ngram": "--draft ngram",
     "ngram+self": "--draft ngram+self --budget 33",

@@ -21,6 +21,7 @@ from conftest import (
     pack,
     random_prompts,
     save_checkpoint,
+    that_drafts,
     tiny_transformer,
 )
 from recorder import StandInRecorder
@@ -74,6 +75,7 @@ SECTIONS = [
     ("self", KVSection("snapkv", 16, window_size=OBSERVED, reselect_every=5)),
     ("self", KVSection("verified", 40, 4, recent_window=2)),
     ("self", KVSection("retrieval", 40, 4, recent_window=2)),
+    ("self", KVSection("quantised")),
     ("model", KVSection("full")),
     ("model", KVSection("snapkv", 16, window_size=OBSERVED)),
 ]
@@ -107,7 +109,7 @@ def decoded(
     lengths = LENGTHS[name]
     size = len(lengths), max(lengths) + NUM_NEW + GAMMA
     executor = None
-    runner = make_runner(model, *size, backend)
+    runner = that_drafts(make_runner(model, *size, backend), kv)
     if name == "native steps":
         executor = Executor(pack(model), runner.group)
     runner = replace(runner, executor=executor, window_room=room)
