@@ -19,7 +19,7 @@ from magicdec.bench.acceptance.selection import (
 )
 from magicdec.names import EVERY_TOKEN, WITHOUT_BUDGET
 from magicdec.predict.lengths import AcceptanceLengths
-from magicdec.records.comparison.conditions import sampling
+from magicdec.records.comparison.conditions import copied_dtype, sampling
 from magicdec.records.drafted import EVERY_POSITION, JudgedRecord
 from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import read_records
@@ -50,8 +50,7 @@ def drafting_of(config: Mapping[str, Any]) -> Drafting | None:
     if is_other or decoding["drafter"] is None or config.get("kv") is None:
         return None
     policy = config["kv"]["policy"]
-    copied = config["kv"].get("draft_kv_dtype") if policy in WITHOUT_BUDGET else None
-    return decoding["drafter"], policy, decoding.get("draft_weights"), copied
+    return decoding["drafter"], policy, decoding.get("draft_weights"), copied_dtype(config)
 
 
 def budget_of(config: Mapping[str, Any]) -> int:

@@ -34,6 +34,7 @@ MAP_FIELDS = [
     *WEIGHTS,
     "drafter",
     "kv_policy",
+    "draft_kv_dtype",
     "dtype",
     "dataset",
     "gen_len",

@@ -14,7 +14,7 @@ from typing import Any
 from magicdec.hardware.other_load import busy_share, is_busy, load_text
 from magicdec.names import WITHOUT_BUDGET
 from magicdec.output.tables import Column, Shown, Table
-from magicdec.records.comparison.conditions import policy_of
+from magicdec.records.comparison.conditions import copied_dtype, policy_of
 from magicdec.records.describe import WITHOUT_METRICS
 from magicdec.records.environment import Environment
 from magicdec.records.fields import described_fields
@@ -36,6 +36,7 @@ SETTINGS = (
     "draft_weights",
     "kv_policy",
     "budget",
+    "draft_kv_dtype",
     "reselect_every",
     "gamma",
     "pa",
@@ -74,6 +75,7 @@ def settings(record: PassRecord) -> dict[str, SettingValue]:
         "draft_weights": decoding.get("draft_weights") if drafts else None,
         "kv_policy": policy,
         "budget": None if policy in (None, *WITHOUT_BUDGET) else int(config["kv"]["budget"]),
+        "draft_kv_dtype": copied_dtype(config) if drafts else None,
         "reselect_every": (policy and config["kv"].get("reselect_every")) or None,
         "gamma": decoding["gamma"] if drafts else None,
         "pa": decoding.get("pa") if drafts else None,

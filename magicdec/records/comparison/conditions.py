@@ -100,6 +100,15 @@ def measured_thing(record: JudgedRecord) -> Key:
     )
 
 
+def copied_dtype(config: Mapping[str, Any]) -> str | None:
+    """The dtype of the copy of every token that drafts read; None without one."""
+    policy = policy_of(config)
+    if policy == FULL_KV_POLICY or policy not in WITHOUT_BUDGET:
+        return None
+    dtype: str = config["kv"]["draft_kv_dtype"]
+    return dtype
+
+
 def policy_text(policy: str, kv: Mapping[str, Any]) -> str:
     """A policy and its budget, or the dtype of a copy of every token."""
     if policy == FULL_KV_POLICY:

@@ -45,6 +45,7 @@ HELD = [
     *WEIGHTS,
     "drafter",
     "kv_policy",
+    "draft_kv_dtype",
     "dtype",
     "dataset",
     "gen_len",
