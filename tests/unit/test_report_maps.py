@@ -34,13 +34,13 @@ MAP_FIELDS = [
     *WEIGHTS,
     "drafter",
     "kv_policy",
-    "draft_kv_dtype",
     "dtype",
     "dataset",
     "gen_len",
     "temperature",
     *MACHINE,
     "reselect_every",
+    "draft_kv_dtype",
 ]
 HELD = {
     draw_speedup: MAP_FIELDS,

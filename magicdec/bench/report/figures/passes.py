@@ -45,13 +45,13 @@ HELD = [
     *WEIGHTS,
     "drafter",
     "kv_policy",
-    "draft_kv_dtype",
     "dtype",
     "dataset",
     "gen_len",
     "temperature",
     *MACHINE,
     "reselect_every",
+    "draft_kv_dtype",
 ]
 NET = "net_speedup"
 KINDS = [NET, "speedup"]
