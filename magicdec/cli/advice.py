@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from magicdec.config.sections import NONE, SELF
+from magicdec.config.sections import NONE, SELF, KVSection
 from magicdec.hardware.other_load import busy_share, is_busy
+from magicdec.records.comparison.conditions import copied_dtype
 from magicdec.records.describe import method
 from magicdec.records.intervals import LEVEL, ratio_interval
 from magicdec.records.pass_record import PassRecord
@@ -263,7 +264,7 @@ def make_plan(
         dtype=config["model"]["dtype"],
         kv_policy=config["kv"]["policy"],
         draft_weights=config["decoding"].get("draft_weights"),
-        draft_kv_dtype=config["kv"]["draft_kv_dtype"],
+        draft_kv_dtype=copied_dtype(config) or KVSection.draft_kv_dtype,
         B=(args.B,),
         gen_len=args.gen_len,
         tp=args.num_ranks,
