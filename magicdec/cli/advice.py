@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from magicdec.config.sections import NONE, SELF, KVSection
 from magicdec.hardware.other_load import busy_share, is_busy
+from magicdec.names import EVERY_TOKEN
 from magicdec.records.comparison.conditions import copied_dtype
 from magicdec.records.describe import method
 from magicdec.records.intervals import LEVEL, ratio_interval
@@ -204,8 +205,10 @@ def find_advice(
     best, equals = find_best(drafts)
     config = records[best.draft].config
     if plan is not None and config["decoding"]["drafter"] == SELF:
+        from magicdec.predict.acceptance_file import budget_of
+
         candidate = next(
-            planned for planned in plan.candidates() if planned.budget == config["kv"]["budget"]
+            planned for planned in plan.candidates() if planned.budget == budget_of(config)
         )
         here = candidate.predict(args.B, args.prefix_len, args.gamma)
         best = replace(best, predicted=here.net_speedup(args.num_new_tokens))
@@ -226,9 +229,10 @@ def expectation_of(plan: SpeculationPlan, args: AdviceSection) -> str:
         far = plan.predict(args.B, context)
         expected = f"to pay from {pays_from} tokens on"
         if far.gamma:
+            budget = "" if far.budget == EVERY_TOKEN else f" --budget {far.budget}"
             expected += (
                 f", and {far.net_speedup(args.num_new_tokens):.2f}x at {context} with "
-                f"`--kv_policy {plan.kv_policy} --budget {far.budget} --gamma {far.gamma}`"
+                f"`--kv_policy {plan.kv_policy}{budget} --gamma {far.gamma}`"
             )
     return f"the plan expects self-speculation {expected}; "
 

@@ -409,6 +409,17 @@ def test_a_machine_that_is_quiet_after_the_runs_gives_a_prediction(
     assert load_machine(tmp_path / "machine.json").description["cores_taken"] == 0.0
 
 
+def test_a_copy_of_every_token_has_a_prediction_without_a_budget(
+    small: list[str], monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    """Where it is the only draft, and so the fastest."""
+    monkeypatch.setattr(module, "SOURCES", (["--draft", "self", "--kv_policy", "quantised"],))
+    monkeypatch.setattr(module.Advice, "probe", lambda *_: machine_file(world_size=1))
+    code, out, err = command("advise", *small, "--num_batches", "1", "--draft", "self")
+    assert code == 0, err
+    assert "the plan expects" in out and "--budget" not in out.split("the plan expects")[1]
+
+
 def test_with_little_time_the_answer_has_no_prediction(
     small: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
