@@ -16,6 +16,7 @@ from magicdec.cli.parsing.record_files import given_flags
 from magicdec.config.capabilities import check_standalone
 from magicdec.config.choices.backend import check_codes, check_fewer_bits
 from magicdec.config.choices.layers import check_copy, choose_weights
+from magicdec.config.machine import ModelTraits
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
     MODEL_PREFIX,
@@ -276,7 +277,8 @@ def find_target(args: PlanSection, config: ModelConfig, nodes: int) -> Deploymen
     low_bit = weights if weights in NARROW else None
     kv_dtype = None if args.kv_dtype == "auto" else args.kv_dtype
     if kv_dtype is not None:
-        check_codes(kv_dtype, args.dtype, config.cached_head_dim)
+        traits = ModelTraits(config.cached_head_dim, has_alibi=config.positions == "alibi")
+        check_codes(kv_dtype, args.dtype, traits)
         if any(mixer.entry_bytes(Shard(), 1) for mixer in mixers_of(config)):
             raise ValueError(
                 f"--kv_dtype {kv_dtype}: layers of --model {config.name} keep something else than "

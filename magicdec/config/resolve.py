@@ -84,7 +84,7 @@ def resolve(
         return choose_backend(config.attention.backend, machine, case)
 
     backend = backend_for(target, kv.policy if is_self else None)
-    kv_dtype = choose_kv_dtype(config.attention.kv_dtype, dtype, backend, target.head_dim)
+    kv_dtype = choose_kv_dtype(config.attention.kv_dtype, dtype, backend, target)
     collectives = None if placement.is_alone else parallel.collectives
     model = resolve_model(config, parallel, dtype, machine, backend, collectives, target)
     if is_self:

@@ -253,14 +253,15 @@ FAST = Machine(2, has_compiler=True, has_bfloat16_products=True)
 def test_an_int8_cache_must_be_read() -> None:
     assert resolve(parsed("--kv_dtype", "int8"), FAST).attention.kv_dtype == "int8"
     assert resolve(parsed("--dtype", "float32"), FAST).attention.kv_dtype == "float32"
-    for flags, size, message in (
-        ("--attention grouped", 64, "--attention grouped does not read it; choose auto, or --att"),
-        ("--dtype float32", 64, "it is for --dtype bfloat16, not float32"),
-        ("--attention sdpa", 70, "head size 70 is not a multiple of 4; choose auto"),
+    for flags, traits, message in (
+        ("--attention grouped", ModelTraits(), "--attention grouped does not read it; choose auto"),
+        ("--dtype float32", ModelTraits(), "it is for --dtype bfloat16, not float32"),
+        ("--attention sdpa", ModelTraits(70), "head size 70 is not a multiple of 4; choose auto"),
+        ("", ModelTraits(has_alibi=True), "codes would round the positions of ALiBi, which lie in"),
     ):
         config = parsed("--kv_dtype", "int8", *flags.split())
         with pytest.raises(ValueError, match=f"--kv_dtype int8: {message}"):
-            resolve(config, FAST, ModelTraits(size))
+            resolve(config, FAST, traits)
     for kv_dtype in ("int8", "int4"):
         slowly = parsed("--kv_dtype", kv_dtype, "--attention", "sdpa")
         assert resolve(slowly, FAST).attention.kv_dtype == kv_dtype
@@ -283,7 +284,7 @@ def test_a_copy_of_codes_must_be_read_and_save_bytes() -> None:
         ("--attention grouped", FAST, ModelTraits(), "--attention grouped does not read the codes"),
         ("--device cuda", gpu, ModelTraits(), f"--device cuda: the codes that drafts of {flags}"),
         ("--kv_dtype int4", FAST, ModelTraits(), f"{flags}: a copy in --draft_kv_dtype int4 has"),
-        ("", FAST, ModelTraits(has_alibi=True), f"{flags}: codes would round the positions of ALi"),
+        ("", FAST, ModelTraits(has_alibi=True), "int4: codes would round the positions of ALiBi"),
         (
             "--draft_kv_dtype int8 --attention sdpa",
             FAST,

@@ -89,12 +89,12 @@ def _first_that_serves(machine: Machine, case: AttentionCase) -> Choice:
 INT8_QUAD = 4  # int8 codes of an entry of the cache: head sizes are multiples of it
 
 
-def choose_kv_dtype(value: str, dtype: str, backend: str, head_dim: int) -> str:
+def choose_kv_dtype(value: str, dtype: str, backend: str, model: ModelTraits) -> str:
     """The dtype in which the cache of a run of `dtype` is stored; a record's config has its name in
     place of auto. Raises ValueError if the user asked for one that the backend cannot read."""
     if value in ("auto", dtype):
         return dtype
-    check_codes(value, dtype, head_dim)
+    check_codes(value, dtype, model)
     if not capabilities_of(backend).reads_codes:
         fitting = list_backends(lambda c: c.reads_codes)
         raise ValueError(
@@ -104,9 +104,10 @@ def choose_kv_dtype(value: str, dtype: str, backend: str, head_dim: int) -> str:
     return value
 
 
-def check_codes(value: str, dtype: str, head_dim: int) -> None:
-    """Raises ValueError for a `--kv_dtype` of codes that no backend reads."""
-    check_quads(f"--kv_dtype {value}", value, head_dim, "auto")
+def check_codes(value: str, dtype: str, model: ModelTraits) -> None:
+    """Raises ValueError for a `--kv_dtype` of codes that no backend reads, or that cannot hold the
+    model's keys."""
+    check_keys(f"--kv_dtype {value}", value, model, "auto")
     if dtype != "bfloat16":
         raise ValueError(
             f"--kv_dtype {value}: it is for --dtype bfloat16, not {dtype}, whose last bits would "
@@ -114,10 +115,15 @@ def check_codes(value: str, dtype: str, head_dim: int) -> None:
         )
 
 
-def check_quads(flag: str, value: str, head_dim: int, instead: str) -> None:
-    if value == "int8" and head_dim % INT8_QUAD:
+def check_keys(flag: str, value: str, model: ModelTraits, instead: str) -> None:
+    if model.has_alibi:
         raise ValueError(
-            f"{flag}: head size {head_dim} is not a multiple of {INT8_QUAD}; choose {instead}"
+            f"{flag}: codes would round the positions of ALiBi, which lie in the keys; choose "
+            f"{instead}"
+        )
+    if value == "int8" and model.head_dim % INT8_QUAD:
+        raise ValueError(
+            f"{flag}: head size {model.head_dim} is not a multiple of {INT8_QUAD}; choose {instead}"
         )
 
 
@@ -141,13 +147,9 @@ def check_coded_copy(
             f"--attention {backend} does not read the codes that drafts of {policy} read; choose "
             f"from auto, {fitting}"
         )
-    if model.has_alibi:
-        raise ValueError(
-            f"{policy}: codes would round the positions of ALiBi, which lie in the keys; choose "
-            "another policy"
-        )
     copied = kv.draft_kv_dtype
-    check_quads(f"--draft_kv_dtype {copied}", copied, model.head_dim, "int4")
+    instead = "another policy" if model.has_alibi else "int4"
+    check_keys(f"{policy} --draft_kv_dtype {copied}", copied, model, instead)
     check_fewer_bits(kv.policy, copied, kv_dtype)
 
 
