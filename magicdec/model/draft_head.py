@@ -11,8 +11,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.block import make_norm
+from magicdec.model.config import ModelConfig
+from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.transformer import Transformer
 
 
@@ -21,6 +25,16 @@ class DraftHead(Transformer):
     the target's ids of what it predicts. Its embedding, norm and head are no ends of `forward`."""
 
     target_ids: Tensor
+
+    def __init__(
+        self, config: ModelConfig, shard: Shard, layers: range | None, has_ends: bool | None
+    ) -> None:
+        """Without layers, which a kind adds; `has_ends` is that of a `Transformer`, and a head has
+        none."""
+        nn.Module.__init__(self)
+        self.set_part(config, shard, layers, has_ends=False)
+        self.elementwise = Elementwise()
+        self.norm = make_norm(config)  # the first parameter, whose dtype is that of activations
 
     @abstractmethod
     def share(self, target: Transformer) -> None:

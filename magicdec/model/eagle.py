@@ -14,7 +14,6 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.block import Attend, Block, RMSNorm, add_norm, make_norm
 from magicdec.model.config import ModelConfig
 from magicdec.model.draft_head import DraftHead
-from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.gated_delta import Remember
 from magicdec.model.linear.packed import Linear, Reduce
 from magicdec.model.positions import PositionEncoding
@@ -65,12 +64,9 @@ class EagleHead(DraftHead):
         layers: range | None = None,
         has_ends: bool | None = None,
     ) -> None:
-        nn.Module.__init__(self)
         eagle = config.eagle
         assert eagle is not None, "the config of a head"
-        self.set_part(config, shard, layers, has_ends=False)
-        self.elementwise = Elementwise()
-        self.norm = make_norm(config)  # the first parameter, whose dtype is that of activations
+        super().__init__(config, shard, layers, has_ends)
         width = eagle.num_states * eagle.state_size
         if eagle.has_embedding:
             self.embedding = Embedding(eagle.target_vocab_size, config.hidden_size)

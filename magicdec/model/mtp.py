@@ -16,7 +16,6 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.block import make_norm
 from magicdec.model.config import ModelConfig
 from magicdec.model.draft_head import DraftHead
-from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.linear.packed import Linear
 from magicdec.model.transformer import Transformer, make_block
 
@@ -31,11 +30,8 @@ class MtpHead(DraftHead):
         layers: range | None = None,
         has_ends: bool | None = None,
     ) -> None:
-        nn.Module.__init__(self)
         assert config.is_mtp, "the config of a head"
-        self.set_part(config, shard, layers, has_ends=False)
-        self.elementwise = Elementwise()
-        self.norm = make_norm(config)  # the first parameter, whose dtype is that of activations
+        super().__init__(config, shard, layers, has_ends)
         self.token_norm = make_norm(config)
         self.state_norm = make_norm(config)
         width = config.hidden_size
