@@ -4,7 +4,7 @@ A row's state after its first `base` tokens is kept whole, and of each token aft
 a key, a correction and a decay, some 190 times less than a state. So a row has its state after any
 of these tokens: truncating it costs nothing, and the next forward starts from what the tokens wrote
 that are left. `base` moves to what is committed when a forward begins, or behind it by what is run
-again, and far enough that at most `most_new` tokens follow it; in a prompt only this far. All of
+again, and far enough that at most `room.new` tokens follow it; in a prompt only this far. All of
 this is kept once more as it was at the end of the prompt, from where another pass may start again.
 A snapshot is the state after a text, with the last inputs of the convolution, with which other rows
 begin (`PrefixCache`).
@@ -149,7 +149,6 @@ class LayerStates:
     ) -> None:
         self.shape = shape
         self.room = room
-        self.most_new = room.new
         self.num_slots = shape.num_slots(room.new)
         self.device = device
         place = shape, num_layers, num_rows, self.num_slots, dtype, device
@@ -163,7 +162,7 @@ class LayerStates:
             dtype=dtype,
             device=device,
         )
-        # Of the tokens before, the newest first.
+        # Of the tokens before.
         self.snapshot_channels = torch.zeros(
             num_layers, num_snapshots, shape.length - 1, shape.channels, dtype=dtype, device=device
         )
@@ -201,20 +200,20 @@ class LayerStates:
             at = (slice(None), row, position % self.num_slots)
             state = write(state, held.keys[at], held.corrections[at], held.decays[at])
         self.snapshots[:, number] = state
-        before = self._slots_before(length)
+        before = self.positions_before(length) % self.num_slots
         self.snapshot_channels[:, number] = held.channels[:, row, before]
 
     def load(self, row: int, number: int, length: int) -> None:
         """Begin a row with a snapshot, after `length` tokens."""
         self.now.base[:, row] = length
         self.now.states[:, row] = self.snapshots[:, number]
-        before = self._slots_before(length)
+        before = self.positions_before(length) % self.num_slots
         self.now.channels[:, row, before] = self.snapshot_channels[:, number]
 
-    def _slots_before(self, length: int) -> Tensor:
-        """Those of the tokens before the one at `length` that its convolution sees."""
-        back = torch.arange(1, self.shape.length, device=self.device)
-        return (length - back) % self.num_slots
+    def positions_before(self, length: Tensor | int) -> Tensor:
+        """Those of the tokens that the convolution of the one at `length` sees, also of several at
+        [.., 1]: [.., K - 1]."""
+        return length + torch.arange(1 - self.shape.length, 0, device=self.device)
 
     def assume(self, rows: Sequence[int], length: int) -> None:
         """Take the states as those after `length` tokens, for measurements."""
@@ -238,10 +237,10 @@ class LayerStates:
             self._go_back(rows[is_back], first[is_back])
         base = self.now.base[:, rows]
         end = first + num_new
-        moved = torch.maximum(base, end - self.most_new)
+        moved = torch.maximum(base, end - self.room.new)
         if not is_of_prompt:
             moved = torch.maximum(moved, committed - self.room.rerun)
-        is_room = (end - self.most_new <= committed) | (first == committed)
+        is_room = (end - self.room.new <= committed) | (first == committed)
         assert bool(is_room.all()), "no more drafts than there is room for"
         if is_of_prompt:
             self.kept_lengths[rows] = end
@@ -281,10 +280,10 @@ class StateForward:
         self.is_of_prompt = is_of_prompt
         self.num_written = int((first - base).max()) if base.numel() else 0
         # Tokens before the newest ones can never go back.
-        self.num_final = max(0, num_new - states.most_new)
-        back = torch.arange(1 - states.shape.length, 0, device=rows.device)
-        self.slots_before = (first[:, None] + back) % states.num_slots
-        self.is_before = (first[:, None] + back >= 0).unsqueeze(-1)
+        self.num_final = max(0, num_new - states.room.new)
+        before = states.positions_before(first[:, None])
+        self.slots_before = before % states.num_slots
+        self.is_before = (before >= 0).unsqueeze(-1)
         newest = torch.arange(max(0, num_new - states.num_slots), num_new, device=rows.device)
         self.num_shown = len(newest)
         self.slots_shown = (first[:, None] + newest) % states.num_slots

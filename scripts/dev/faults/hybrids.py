@@ -28,8 +28,8 @@ PROPERTIES = (
             Fault(
                 "a cancelled forward moves the base of all layers",
                 STATES,
-                "        is_room = (end - self.most_new",
-                "        self.now.base[:, rows] = moved\n        is_room = (end - self.most_new",
+                "        is_room = (end - self.room.new",
+                "        self.now.base[:, rows] = moved\n        is_room = (end - self.room.new",
             ),
             Fault(
                 "what a token wrote is looked for in the slot behind",
@@ -52,8 +52,8 @@ PROPERTIES = (
             Fault(
                 "the convolution keeps rejected tokens",
                 STATES,
-                "self.slots_before = (first[:, None] + back) % states.num_slots",
-                "self.slots_before = (base[:, None] + back) % states.num_slots",
+                "before = states.positions_before(first[:, None])",
+                "before = states.positions_before(base[0][:, None])",
             ),
         ),
     ),
