@@ -10,6 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from magicdec.llm import LLM
+
 # Classes of transformers, their configs, and what these have of their own.
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 EXPERTS |= {"shared_expert_intermediate_size": 40}
@@ -59,6 +61,22 @@ def save_with_tokenizer(model: Any, folder: Path, other: Path) -> None:
     model.save_pretrained(folder)
     for path in other.glob("token*"):
         (folder / path.name).write_bytes(path.read_bytes())
+
+
+def check_greedy_tokens(llm: LLM, folder: Path, num_new: int) -> None:
+    """Those of ragged prompts that are served together are transformers'."""
+    other = transformers.Qwen3_5ForCausalLM.from_pretrained(folder).eval()
+    generator = torch.Generator().manual_seed(4)
+    prompts = [
+        torch.randint(other.config.vocab_size, (length,), generator=generator).tolist()
+        for length in (7, 90, 33, 131)
+    ]
+    streams = [llm.submit(prompt, num_new, ignore_eos=True) for prompt in prompts]
+    outputs = [list(stream) for stream in streams]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        with torch.no_grad():
+            logits = other(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == output
 
 
 class PlainMtpHead:

@@ -92,7 +92,8 @@ PHASES = [
 ]
 EMBEDDING_STD = 0.5
 FINAL_NORM = 0.04  # keeps the first logits small despite the tied head
-SLOWEST_STEP, FASTEST_STEP = 1e-3, 0.1  # softplus of the step's bias at first, of decays
+SLOWEST_STEP = 1e-3  # softplus of the step's bias at first, of decays
+FASTEST_STEP = 0.1
 SAVE_STEPS = 20
 RECALL_STEPS = 100
 

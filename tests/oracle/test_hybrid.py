@@ -6,18 +6,17 @@ import json
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from conftest import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_hybrids import KINDS, save_with_tokenizer, the_model
+from tiny_hybrids import KINDS, check_greedy_tokens, save_with_tokenizer, the_model
 from torch import Tensor
 
 from magicdec.attention.sdpa import SDPABackend
@@ -557,18 +556,8 @@ def test_the_text_of_a_checkpoint_that_also_sees(
 
 def test_greedy_tokens_are_those_of_transformers(checkpoint: Path) -> None:
     """In flight, with drafts, of ragged prompts."""
-    other = transformers.Qwen3_5ForCausalLM.from_pretrained(checkpoint).eval()
     llm = LLM(str(checkpoint), draft="self", kv=KVSection(budget=33), dtype="float32", threads=1)
-    generator = torch.Generator().manual_seed(4)
-    prompts = [
-        torch.randint(other.config.vocab_size, (length,), generator=generator).tolist()
-        for length in (7, 90, 33, 131)
-    ]
-    outputs = [list(stream) for stream in [llm.submit(p, 12, ignore_eos=True) for p in prompts]]
-    for prompt, output in zip(prompts, outputs, strict=True):
-        with torch.no_grad():
-            logits = other(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
-        assert logits.argmax(-1).tolist() == list(output)
+    check_greedy_tokens(llm, checkpoint, num_new=12)
 
 
 def test_forwards_read_the_states_of_their_rows(model: Transformer) -> None:
@@ -600,6 +589,13 @@ def test_the_plan_has_the_bytes_of_states(checkpoint: Path) -> None:
     numbers = [x for x in held if x.is_floating_point()]
     assert plan.linear_bytes == sum(x.numel() * x.element_size() for x in numbers)
     assert plan.kv_bytes == runner.caches.num_bytes + plan.linear_bytes
+    sharing = replace(plan, shares_prefixes=True)
+    states = make_runner(sharing, model, Group((0,), 0)).states
+    assert states is not None and sharing.snapshots is not None
+    assert sharing.snapshots.count >= 2 * sharing.num_rows
+    added = [states.snapshots, states.snapshot_channels]
+    grown = sharing.linear_bytes - plan.linear_bytes
+    assert grown == sum(x.numel() * x.element_size() for x in added) > 0
     assert StateShape.of(run.source.config.mixers, Shard()).channels == 2 * 2 * 16 + 4 * 8
 
 

@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from conftest import Command, make_draft, make_requests, pack, random_prompts
 from draft_heads import SHARED
 from safetensors.torch import load_file, save_file
-from tiny_hybrids import KINDS, PlainMtpHead, save_with_tokenizer, the_model
+from tiny_hybrids import (
+    KINDS,
+    PlainMtpHead,
+    check_greedy_tokens,
+    save_with_tokenizer,
+    the_model,
+)
 from torch import Tensor
 
 from magicdec.attention.sdpa import SDPABackend
@@ -200,18 +205,8 @@ def test_requests_in_flight_have_the_tokens_of_transformers(
 ) -> None:
     """Of ragged prompts, greedy."""
     folder = checkpoints[DENSE]
-    other = transformers.Qwen3_5ForCausalLM.from_pretrained(folder).eval()
     llm = LLM(str(folder), draft="mtp", kv=KVSection("full"), dtype="float32", threads=1)
-    generator = torch.Generator().manual_seed(4)
-    prompts = [
-        torch.randint(other.config.vocab_size, (length,), generator=generator).tolist()
-        for length in (7, 90, 33, 131)
-    ]
-    outputs = [list(stream) for stream in [llm.submit(p, 24, ignore_eos=True) for p in prompts]]
-    for prompt, output in zip(prompts, outputs, strict=True):
-        with torch.no_grad():
-            logits = other(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
-        assert logits.argmax(-1).tolist() == list(output)
+    check_greedy_tokens(llm, folder, num_new=24)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
