@@ -8,7 +8,8 @@ manager.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -334,6 +335,16 @@ class LayerCaches:
         """Store k, v [B, G, N, D], as `read` returns them."""
         cache, number = self.cache_of(layer)
         cache.write(number, cache.slots(rows, positions), k.transpose(1, 2), v.transpose(1, 2))
+
+    @contextmanager
+    def unchanged(self, rows: Tensor, positions: Tensor) -> Iterator[None]:
+        """Within the block forwards may write other K and V at positions [B, N] of `rows` [B];
+        after it these are bitwise what they were."""
+        layers = range(len(self.windows.window_indices))
+        entries = [self.read(layer, rows, positions) for layer in layers]
+        yield
+        for layer, (k, v) in enumerate(entries):
+            self.write(layer, rows, positions, k, v)
 
     def copy_from(self, other: LayerCaches, rows: Tensor, source: Tensor, target: Tensor) -> None:
         """Copy all layers' K and V of `rows` [B] from positions `source` [B, N] of `other` to

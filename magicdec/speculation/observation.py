@@ -53,12 +53,9 @@ def rerun_tail(
     before = cache.lengths_of(rows).plus(-token_ids.shape[1])
     steps = torch.arange(token_ids.shape[1], device=runner.device)
     places = before.tensor.unsqueeze(1) + steps
-    layers = range(len(runner.windows.window_indices))
-    entries = [runner.caches.read(layer, rows.index, places) for layer in layers]
-    cache.truncate(rows, before)
-    runner.forward(ForwardBatch(token_ids, rows, num_outputs=0, observers=[observer]))
-    for layer, (k, v) in enumerate(entries):
-        runner.caches.write(layer, rows.index, places, k, v)
+    with runner.caches.unchanged(rows.index, places):
+        cache.truncate(rows, before)
+        runner.forward(ForwardBatch(token_ids, rows, num_outputs=0, observers=[observer]))
 
 
 def newest_cached(requests: Sequence[Request], count: int, device: torch.device) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -184,8 +185,24 @@ class CapturedSteps(DecodeSteps):
             if self.drafter.draft_kv is not None:
                 state += self.drafter.draft_kv.state
             counts = list({id(r.counts): r.counts for r in self._runners}.values())
-            self._works[key] = record(self.recorder, work, state, counts)
+            with self._newest_unchanged(pending - 1):
+                self._works[key] = record(self.recorder, work, state, counts)
         return self._works[key]
+
+    @contextmanager
+    def _newest_unchanged(self, count: int) -> Iterator[None]:
+        """Within the block drafts may compute the `count` newest tokens of their cache again, whose
+        K and V are others where a policy shows them another part of the text."""
+        draft_kv = self.drafter.draft_kv
+        if count < 1 or draft_kv is None:
+            yield
+            return
+        runner = draft_kv.runner
+        rows = self._batch.rows.index
+        back = torch.arange(-count, 0, device=runner.device)
+        newest = runner.cache.seq_lens[rows].unsqueeze(1) + back
+        with runner.caches.unchanged(rows, newest.clamp(min=0)):
+            yield
 
     def _make_proposal(self) -> Proposal:
         drafts = self._batch.newest.new_zeros(len(self._batch.rows), self._most)
