@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import decode_both, make_draft, make_requests, random_prompts, served_pairs
+from conftest import decode_both, make_draft, make_requests, pairs_on_gpus, random_prompts
 from recorder import StandInRecorder
 
 from magicdec.config.capabilities import capabilities_of, list_backends
@@ -26,7 +26,7 @@ from magicdec.speculation.steps.recorder import Recorder as AnyRecorder
 
 pytestmark = pytest.mark.wide
 
-PAIRS = sorted(served_pairs(), key=str)
+PAIRS = sorted(pairs_on_gpus(), key=str)
 FLOAT32_BACKENDS = sorted(list_backends(lambda c: "cuda" in c.devices and "float32" in c.dtypes))
 PROMPTS = [300, 70, 1, 190]
 NUM_NEW = 40

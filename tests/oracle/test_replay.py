@@ -33,8 +33,8 @@ from conftest import (
     make_draft,
     make_requests,
     make_runner,
+    pairs_on_gpus,
     random_prompts,
-    served_pairs,
     tiny_transformer,
 )
 from draft_heads import is_head, made_head, state_layers
@@ -73,7 +73,7 @@ from magicdec.speculation.steps.recorder import CudaGraphs, Eager
 from magicdec.speculation.steps.recorder import Recorder as AnyRecorder
 from magicdec.speculation.steps.strategy import Setup, make_strategy
 
-PAIRS = sorted(served_pairs(), key=str)
+PAIRS = sorted(pairs_on_gpus(), key=str)
 MIXED = [
     ("ngram+self", "streaming_llm"),
     ("ngram+self", "snapkv"),

@@ -27,7 +27,7 @@ from magicdec.bench.roofline import bytes_read, kv_bytes_per_token, weight_bytes
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.engine.engine import Engine
 from magicdec.kv.view import WEIGHTS_BLOCK
-from magicdec.names import HEADS
+from magicdec.names import HEADS, WITHOUT_BUDGET
 from magicdec.runner.forward_batch import EnqueuedForward, ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
@@ -128,7 +128,7 @@ def test_steps_touch_no_new_memory(is_packed: bool, num_new: int) -> None:
 BUDGET = 48
 GAMMA = 3
 NUM_NEW = [60, 60, 40]
-PAIRS = sorted((d, p) for d, p in served_pairs() if p not in (None, "full"))
+PAIRS = sorted((d, p) for d, p in served_pairs() if p not in (None, *WITHOUT_BUDGET))
 
 
 @pytest.mark.narrow(3)

@@ -20,6 +20,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection, ModelSection, SamplingSection
 from magicdec.distributed.groups import Launch
 from magicdec.kv.layer_caches import LayerCaches
+from magicdec.kv.prefix_cache import Beginning
 from magicdec.llm import CacheSizes, choose_max_tokens
 from magicdec.runner.request import Request, RequestStatus, SamplingParams
 from magicdec.setup.prepare import ResolvedRun, SetupCache, find
@@ -73,9 +74,10 @@ def test_a_second_turn_computes_what_is_new(
     begun = list[int]()
     begin = LayerCaches.begin
 
-    def recorded(caches: LayerCaches, row: int, text: Sequence[int], num_tokens: int) -> int:
-        begun.append(begin(caches, row, text, num_tokens))
-        return begun[-1]
+    def recorded(caches: LayerCaches, row: int, text: Sequence[int], num_tokens: int) -> Beginning:
+        beginning = begin(caches, row, text, num_tokens)
+        begun.append(beginning.num_tokens)
+        return beginning
 
     monkeypatch.setattr(LayerCaches, "begin", recorded)
     texts = [PROMPTS[1], (*PROMPTS[1], *expected[1][:90], *PROMPTS[0])]
