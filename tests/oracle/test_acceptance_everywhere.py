@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 from conftest import Command
+from tiny_hybrids import PlainMtpHead, save_with_tokenizer, the_model
 
 from magicdec.bench import groups
 from magicdec.bench.acceptance import forks, measuring
 from magicdec.bench.acceptance.record import counts_of
 from magicdec.cli.commands import console
 from magicdec.engine.engine import Engine
+from magicdec.model.checkpoint.source import find_model
 from magicdec.runner.request import StepOutput
 from magicdec.runner.sampling.sampling import make_params
 from magicdec.setup.prepare import complete
@@ -85,7 +87,8 @@ def name_of(record: dict[str, Any]) -> str:
     kv = record["config"]["kv"]
     draft = record["config"]["draft"]
     words = [decoding["drafter"]]
-    words += [] if draft is None else [draft["model"].rpartition("/")[2]]
+    named = draft is not None and decoding["drafter"] != "mtp"  # whose head is the target's
+    words += [draft["model"].rpartition("/")[2]] if named else []
     words += [decoding["draft_weights"]] if decoding["draft_weights"] else []
     name = ":".join(words)
     if decoding["drafter"] == "ngram":
@@ -306,7 +309,7 @@ def test_forks_accept_what_verifications_step_by_step_accept(
     for name in ("forks", "steps"):
         out = tmp_path / f"{name}.jsonl"
         if name == "steps":
-            monkeypatch.setattr(measuring, "can_fork", lambda config: False)
+            monkeypatch.setattr(measuring, "can_fork", lambda run: False)
         ended = command("acceptance", *words.split(), *workload.split(), "--out", out)
         assert ended.code == 0, ended.err
         records = [json.loads(line) for line in out.read_text().splitlines()]
@@ -316,3 +319,78 @@ def test_forks_accept_what_verifications_step_by_step_accept(
     assert found[0] == found[1]
     lengths = [len(text) for text in found[0][0]["accepted"]]
     assert min(lengths) < 24 and sum(lengths) > 40, lengths
+
+
+HYBRID = {
+    "self streaming_llm 33": "--draft self --budget 33",
+    "self snapkv 49": "--draft self --budget 49 --kv_policy snapkv",
+    "self:int8 retrieval 81": (
+        "--draft self --draft_weights int8 --budget 81 --kv_policy retrieval"
+    ),
+    "mtp full": "--draft mtp --kv_policy full",
+    "ngram": "--draft ngram",
+}
+HYBRID_DRAFTS = (
+    "self,budget=33 self,kv_policy=snapkv,budget=49 self:int8,kv_policy=retrieval,budget=81 "
+    "mtp,kv_policy=full ngram"
+)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = the_model(find_model("--model", str(tiny_checkpoint)).config.vocab_size)
+    head = PlainMtpHead(target)
+    head.fit()
+    folder = tmp_path_factory.mktemp("hybrid")
+    save_with_tokenizer(target, folder, tiny_checkpoint)
+    head.add_to(folder)
+    return folder
+
+
+def test_drafts_of_layers_with_states_accept_what_the_table_says(
+    hybrid: Path, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """After a prefill for all drafts, of another context too: no text forks from states."""
+    num_prefills = []
+    prefill = Engine.prefill
+
+    def count(engine: Engine, requests: Any, *more: Any) -> Any:
+        num_prefills.append(len(requests[0].prompt_ids))
+        return prefill(engine, requests, *more)
+
+    monkeypatch.setattr(Engine, "prefill", count)
+    workload = f"{WORKLOAD} --model {hybrid}"
+    out = tmp_path / "table.jsonl"
+    words = ["--draft", *HYBRID_DRAFTS.split(), *workload.split(), "--gamma", MOST]
+    ended = command("acceptance", *words, "--prefix_len", 100, 160, "--out", out)
+    assert ended.code == 0, ended.err
+    assert num_prefills == [160, 100]
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert not any(record["is_forked"] for record in records)
+    table = {name_of(r): r for r in records if r["config"]["workload"]["prefix_len"] == 160}
+    assert set(table) == set(HYBRID) and len(records) == 2 * len(HYBRID)
+    assert len({record["outputs_sha256"] for record in records}) == 2
+    accepted = set()
+    for name, draft in HYBRID.items():
+        folder = tmp_path / name.replace(" ", "-")
+        given = f"{draft} --gamma {MOST}"
+        with monkeypatch.context() as patch:
+            pairs = pairs_of(command, patch, folder, table[name], given, workload)
+        assert [ours for ours, _ in pairs] == [theirs for _, theirs in pairs], name
+        assert len(pairs) > (0 if name == "ngram" else 12)
+        accepted |= {(name, ours) for ours, _ in pairs}
+    assert len(accepted) > 12
+
+
+def test_a_draft_model_with_states_does_not_fork(
+    hybrid: Path, tiny_checkpoint: Path, command: Command, monkeypatch: Any, tmp_path: Path
+) -> None:
+    words = f"--draft model:{hybrid} --kv_policy full --gamma {MOST}"
+    workload = f"{WORKLOAD} --model {tiny_checkpoint}"
+    out = tmp_path / "table.jsonl"
+    ended = command("acceptance", *words.split(), *workload.split(), "--out", out)
+    assert ended.code == 0, ended.err
+    (record,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert not record["is_forked"]
+    pairs = pairs_of(command, monkeypatch, tmp_path, record, words, workload)
+    assert len(pairs) > 12 and [ours for ours, _ in pairs] == [theirs for _, theirs in pairs]

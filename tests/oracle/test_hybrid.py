@@ -601,7 +601,6 @@ def test_the_plan_has_the_bytes_of_states(checkpoint: Path) -> None:
 
 REFUSED = {
     "serve --modes inflight --prefix_cache --kv_offload host": "host memory holds no states",
-    "acceptance --draft self": "acceptance: layers of",
     "run --draft model:{} --kv_policy streaming_llm --budget 33": "streaming_llm: layers",
     "run --native_steps on": "--native_steps on: not possible with linear attention",
 }

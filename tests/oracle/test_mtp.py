@@ -295,7 +295,6 @@ REFUSED = {
     "run --draft mtp --draft_weights int8": "--draft_weights int8: the head of --draft mtp",
     "run --draft mtp --draft_ranks 0 --nproc 2": "--draft_ranks 0: the head of --draft mtp is on",
     "run --draft mtp --eagle_layers 1 2": "no EAGLE-3 head drafts here",
-    "acceptance --draft mtp": "acceptance: layers of",
     "serve --draft mtp --modes inflight+draft --prefix_cache --kv_offload host": (
         "--kv_offload host: host memory holds no states"
     ),

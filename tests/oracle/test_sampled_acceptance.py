@@ -128,7 +128,7 @@ def test_a_run_accepts_drafts_with_the_probabilities_of_the_table(
         run(command, tmp_path, f"{run_flags} {SAMPLED} --gamma {GAMMA} --no_baseline")
     with monkeypatch.context() as patch:
         force(patch, torch.tensor([watch.tokens[row][: NEW - 1] for row in range(ROWS)]))
-        patch.setattr(measuring, "can_fork", lambda config: False)
+        patch.setattr(measuring, "can_fork", lambda run: False)
         words = f"{table_flags} {SAMPLED} --gamma {GAMMA}"
         (record,) = measured(command, tmp_path / "table.jsonl", words)
     table = record["acceptance_probabilities"]

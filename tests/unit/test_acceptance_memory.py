@@ -9,12 +9,14 @@ import pytest
 from conftest import Command
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_hybrids import save_with_tokenizer, the_model
 
 from magicdec.bench.acceptance import measuring
 from magicdec.bench.acceptance.record import AcceptanceRecord
 from magicdec.kv.layer_caches import Forks
 from magicdec.model.checkpoint.source import find_model
 from magicdec.records.reading import read_records
+from magicdec.runner.layer_states import RowStates
 from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.setup import prepare
 from magicdec.speculation.policies.retrieval import RetrievedBlocks
@@ -95,6 +97,36 @@ def test_caches_are_as_large_as_planned(
         queries = 3 * observed * size
         assert record.memory.draft_kv_bytes == max(drafts, default=0) + queries + sum(states)
     assert len(states) == ("eagle" in words or "retrieval" in words) and sum(states) < target
+
+
+def test_states_are_as_large_as_planned(
+    tiny_checkpoint: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    made: list[int],
+    tmp_path: Path,
+) -> None:
+    """Those of texts alone, which go back as far as the longest draft needs."""
+    hybrid = tmp_path / "hybrid"
+    vocab_size = find_model("--model", str(tiny_checkpoint)).config.vocab_size
+    save_with_tokenizer(the_model(vocab_size), hybrid, tiny_checkpoint)
+    sizes = []
+    make = RowStates.zeros
+
+    def count(*given: Any) -> RowStates:
+        states = make(*given)
+        numbers = [x for x in states.by_layer if x.is_floating_point()]
+        sizes.append(sum(x.numel() * x.element_size() for x in numbers))
+        return states
+
+    monkeypatch.setattr(RowStates, "zeros", count)
+    out = tmp_path / "out.jsonl"
+    words = ["--draft", "self", "ngram,gamma=8", "self,gamma=2", "--budget", 33, "--model", hybrid]
+    ended = command("acceptance", *words, *SMALL.split(), "--out", out)
+    assert ended.code == 0, ended.err
+    assert len(sizes) == 2  # now, and as at the ends of prompts
+    for record in read_records(out, AcceptanceRecord):
+        assert record.memory.kv_bytes == made[0] + sum(sizes)
 
 
 def test_what_does_not_fit_is_refused_in_one_line(

@@ -5,7 +5,7 @@ on. The texts are the model's own, decoded once for all these drafts of a contex
 This serves drafts that follow from the text (`inexact_reason`): those of the target itself or a
 low-bit copy of it under a policy that chooses by lengths or at the end of the prompt, and those of
 a draft model or a head with its whole cache; and lookups, which need no forward at all. Other
-drafts are made step by step.
+drafts are made step by step, and those of models whose layers keep states, which do not fork.
 
 A sampled text is as probable whatever drafts its tokens (Leviathan et al., arXiv 2211.17192), and
 says with which probability they were drafts: of a token x that a step has emitted and that follows
@@ -38,6 +38,7 @@ from magicdec.runner.sampling.model_tokens import whole_logits
 from magicdec.runner.sampling.sampling import probabilities
 from magicdec.setup.loading import make_draft
 from magicdec.setup.model_plan import ModelPlan
+from magicdec.setup.prepare import ResolvedRun
 from magicdec.speculation.draft_length import WholeLookups
 from magicdec.speculation.drafter import (
     Drafter,
@@ -80,10 +81,12 @@ def inexact_reason(config: ResolvedConfig) -> str | None:
     return None
 
 
-def can_fork(config: ResolvedConfig) -> bool:
+def can_fork(run: ResolvedRun) -> bool:
     """Whether a draft at a position follows from the text, and what is accepted of it from how the
-    text goes on."""
-    return inexact_reason(config) is None
+    text goes on, and no layer keeps states, of which a row has one alone."""
+    models = run.models
+    keep_states = models.target.mixers or (models.draft is not None and models.draft.mixers)
+    return inexact_reason(run.config) is None and not keep_states
 
 
 def num_forks(config: ResolvedConfig) -> int:

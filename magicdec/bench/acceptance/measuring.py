@@ -133,7 +133,7 @@ class AcceptanceRunner(Runner):
         self.cell = cell
         self.common = common
         assert cell.prepared is not None, "only cells that can run are measured"
-        kind = ForkedDrafts if can_fork(cell.prepared.config) else CountedDrafts
+        kind = ForkedDrafts if can_fork(cell.prepared) else CountedDrafts
         system = kind(cell.prepared, session.groups, session.device, common.shared, room)
         planned = PlannedPass(cell.name, DRAFTING, system)
         groups = ColdBatches(system.run)
@@ -251,7 +251,7 @@ def in_order(cell: StudyCell) -> tuple[int, bool, int]:
     """The longest context first, and in a context first those that share the decoded texts, of
     which the longest drafts need most."""
     config = cell.resolved.config
-    return -config.workload.prefix_len, not can_fork(config), -config.decoding.max_gamma
+    return -config.workload.prefix_len, not can_fork(cell.resolved), -config.decoding.max_gamma
 
 
 def prepare_cells(configs: Sequence[RunConfig], cache: SetupCache) -> Iterator[StudyCell]:
@@ -277,7 +277,7 @@ def measure_cells(cells: Sequence[StudyCell], pace: PassProgress, keep: Keep) ->
     sessions = Sessions()
     common: Common | None = None
     for group in groups:
-        room = demand_of([cell.resolved.config for cell in group])
+        room = demand_of([cell.resolved for cell in group])
         for cell in group:
             assert cell.prepared is not None, "only cells that can run are measured"
             session = sessions.begin(cell.prepared)

@@ -21,13 +21,15 @@ from magicdec.setup.memory_plan import (
     working_bytes,
 )
 from magicdec.setup.model_plan import ModelPlan
+from magicdec.setup.prepare import ResolvedRun
 from magicdec.systems.shared_prefill import CacheDemand
 
 
-def demand_of(configs: Sequence[ResolvedConfig]) -> CacheDemand:
+def demand_of(runs: Sequence[ResolvedRun]) -> CacheDemand:
     """The cache that drafts of all contexts share. It keeps every token, because shorter contexts
     go back."""
-    forks = max((num_forks(config) for config in configs if can_fork(config)), default=0)
+    configs = [run.config for run in runs]
+    forks = max((num_forks(run.config) for run in runs if can_fork(run)), default=0)
     states = next(filter(None, map(state_layers_of, configs)), ())
     room = replace(CacheDemand.of(configs), rewound=None, num_forks=forks, is_nested=True)
     return replace(room, state_layers=states)
@@ -43,17 +45,22 @@ def plan_of_cells(groups: Sequence[Sequence[StudyCell]]) -> MemoryPlan:
     draft_weights: dict[object, int] = {}
     plans = []
     for group in groups:
-        room = demand_of([cell.resolved.config for cell in group])
+        room = demand_of([cell.resolved for cell in group])
         for cell in group:
             config = cell.resolved.config
             plans_of_models = [
                 replace(plan, kept_states=room.state_layers)
                 for plan in model_plans_of(config, cell.resolved.models, 0)
             ]
-            num_forks = room.num_forks if can_fork(config) else 0
+            num_forks = room.num_forks if can_fork(cell.resolved) else 0
             own = plan_of([plan.with_forks(num_forks) for plan in plans_of_models])
             # The cache that all share.
-            shared = replace(plans_of_models[0], row_tokens=room.max_tokens, rewound=None)
+            shared = replace(
+                plans_of_models[0],
+                row_tokens=room.max_tokens,
+                rewound=None,
+                state_room=room.state_room,
+            )
             forked = shared.with_forks(room.num_forks)
             draft = None if config.draft is None else config.draft.model
             draft_weights[draft, config.low_bit] = own.draft_weights

@@ -13,6 +13,18 @@ EVERYWHERE = "test_acceptance_everywhere.py::"
 
 PROPERTIES = (
     Property(
+        "What drafts behind layers with states follows from its own row.",
+        f"{EVERYWHERE}test_a_draft_model_with_states_does_not_fork",
+        (
+            Fault(
+                "a draft model with states forks",
+                "bench/acceptance/forks.py",
+                "models.draft is not None and models.draft.mixers",
+                "False",
+            ),
+        ),
+    ),
+    Property(
         "The probability of acceptance has the mean of what is accepted, and its first value is "
         "that of every draft.",
         f"{VERIFICATION}test_the_probability_of_acceptance_is_unbiased_over_drafts_from_q[0]",
