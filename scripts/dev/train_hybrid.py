@@ -121,18 +121,18 @@ def initialise(model: Transformer) -> Transformer:
     return model
 
 
-def logits_of(model: Transformer, ids: Tensor, positions: Tensor) -> Tensor:
+def remember_window(layer: int, tokens: DeltaTokens) -> Tensor:
     """Of whole windows, whose states begin with zeros."""
+    _, num_values, key_dim, value_dim = tokens.sizes
+    channels = tokens.channels
+    before = channels.new_zeros(len(channels), tokens.weight.shape[1] - 1, channels.shape[2])
+    state = channels.new_zeros(len(channels), num_values, key_dim, value_dim)
+    out, _ = recur_in_chunks(state, *convolve(tokens, before), tokens)
+    return out
 
-    def remember(layer: int, tokens: DeltaTokens) -> Tensor:
-        _, num_values, key_dim, value_dim = tokens.sizes
-        channels = tokens.channels
-        before = channels.new_zeros(len(channels), tokens.weight.shape[1] - 1, channels.shape[2])
-        state = channels.new_zeros(len(channels), num_values, key_dim, value_dim)
-        out, _ = recur_in_chunks(state, *convolve(tokens, before), tokens)
-        return out
 
-    return model(ids, positions, causal, lambda x: x, remember=remember)
+def logits_of(model: Transformer, ids: Tensor, positions: Tensor) -> Tensor:
+    return model(ids, positions, causal, lambda x: x, remember=remember_window)
 
 
 @torch.no_grad()
@@ -233,9 +233,9 @@ class Training:
         self.seconds = state["seconds"]
 
 
-def export(model: Transformer, directory: Path) -> None:
-    """Write a Hugging Face directory in bfloat16: the inverse of the loader's weight map, in which
-    a tensor may have rows of several parameters and a norm an offset."""
+def stored_tensors(model: Transformer) -> dict[str, Tensor]:
+    """Tensors in bfloat16 by their names in a checkpoint: the inverse of the loader's weight map,
+    in which a tensor may have rows of several parameters and a norm an offset."""
     state = model.state_dict()
     tensors = dict[str, Tensor]()
     for parameter, pieces in weight_map(model.config, model.shard, model.layers).items():
@@ -243,8 +243,13 @@ def export(model: Transformer, directory: Path) -> None:
         for piece, part in zip(pieces, state[parameter].split(rows), strict=True):
             whole = tensors.setdefault(piece.name, torch.empty(piece.full_shape))
             whole[piece.stored] = part.float() - piece.offset
+    return {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+
+
+def export(model: Transformer, directory: Path) -> None:
+    """Write a Hugging Face directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    stored = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    stored = stored_tensors(model)
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
     shutil.copyfile(DEMO / "tokenizer.model", directory / "tokenizer.model")

@@ -1,5 +1,6 @@
 """scripts/dev/train_hybrid.py: what it writes is what it trained, by transformers, and a training
-that was stopped ends as one that was not."""
+that was stopped ends as one that was not. scripts/dev/train_mtp.py: what it trains, and adds to
+that checkpoint, are chains of a head by its definition, and it learns."""
 
 import json
 from pathlib import Path
@@ -9,9 +10,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
+from tiny_hybrids import PlainMtpHead, the_model
+
+from magicdec.model.checkpoint.source import find_model
 
 pytestmark = pytest.mark.wide
 
+FILE = "model.safetensors"
 BOOK = np.random.default_rng(0).integers(259, 2048, 5000)
 
 
@@ -71,3 +77,66 @@ def test_a_training_that_was_stopped_goes_on(train_hybrid: Any, tmp_path: Path) 
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
     for own, other in zip(again.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(own, other)
+
+
+HEAD_SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
+    *("linear_value_head_dim", "rope_parameters"),
+)
+
+
+def test_chains_of_a_head_are_those_of_the_definition(
+    train_hybrid: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import train_mtp
+
+    tiny = the_model(train_hybrid.VOCAB_SIZE, tie_word_embeddings=True).config
+    for name in HEAD_SIZES:
+        monkeypatch.setitem(train_hybrid.CONFIG, name, getattr(tiny, name))
+    trained = training(train_hybrid, tmp_path)
+    train_hybrid.export(trained.model, tmp_path)
+    plan = train_mtp.TrainingPlan(12, 1, 40, 3, 3e-3, 0.1)
+    source = find_model("--model", str(tmp_path))
+    trainer = train_mtp.MtpTrainer(source, train_mtp.BookWindows([BOOK], None), plan)
+    with torch.no_grad():
+        for parameter in trainer.parameters:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+            parameter.copy_(parameter.bfloat16())
+        for name, norm in trainer.head.named_parameters():
+            if "norm" in name and not name.startswith("target"):  # stored without one
+                norm.copy_(1 + (norm - 1).bfloat16().float())
+    train_mtp.add_to_checkpoint(trainer.head, tmp_path)
+    assert find_model("--model", str(tmp_path)).config.num_mtp_layers == 1
+
+    target = transformers.Qwen3_5ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    plain = PlainMtpHead(target)
+    stored = {name: tensor.float() for name, tensor in load_file(tmp_path / FILE).items()}
+    layer = {
+        name.replace("mtp.", "model."): stored[name]
+        for name in stored
+        if name.startswith(("mtp.layers.", "mtp.norm."))
+    }
+    left = plain.layer.load_state_dict(layer, strict=False).missing_keys
+    assert set(left) == {"model.embed_tokens.weight", "lm_head.weight"}
+    plain.fc = stored["mtp.fc.weight"]
+    plain.token_norm = stored["mtp.pre_fc_norm_embedding.weight"]
+    plain.state_norm = stored["mtp.pre_fc_norm_hidden.weight"]
+
+    text = torch.from_numpy(BOOK[:43])
+    losses, _ = trainer.chain(text[None])
+    with torch.no_grad():
+        wanted = target(text[None]).logits[0].softmax(-1)
+    entropies = torch.zeros(3, 40, dtype=torch.float64)
+    for slot in range(40):
+        drafts = text[slot + 2 : slot + 4].tolist()
+        chains = plain.chain(text[: slot + 2].tolist(), 3, drafts)
+        for t, logits in enumerate(chains):
+            expected = -(wanted[slot + 1 + t] * logits.log_softmax(-1)).sum()
+            entropies[t, slot] = expected.double()
+    found = torch.stack(losses).double()
+    torch.testing.assert_close(found, entropies.mean(-1), atol=1e-5, rtol=1e-6)
+    first = trainer.step()[0]
+    for _ in range(11):
+        last = trainer.step()[0]
+    assert last[0] < first[0]

@@ -1,1 +1,1 @@
-"""Parts of `train_demo.py`, `demo_card.py` and `train_eagle.py`."""
+"""Parts of `train_demo.py`, `demo_card.py`, `train_eagle.py` and `train_mtp.py`."""
