@@ -23,7 +23,7 @@ from conftest import Command
 from speculating_server import SpeculatingServer
 from synthetic_records import ENVIRONMENT
 
-from magicdec.bench.audit import starting
+from magicdec.bench.audit import asking, starting
 from magicdec.bench.audit.arms import (
     Arms,
     ArmsPlan,
@@ -57,7 +57,7 @@ from magicdec.records.acceptance import ReportedCounts
 from magicdec.records.comparison.compare import REGRESSION, SAME
 from magicdec.records.reading import read_records
 
-STEP_S = 0.03  # beside which a busy machine's delays are small
+STEP_S = 2**-5  # of a clock that counts events, exactly
 
 
 def made(arm: str, context: int, concurrency: int, steps: Sequence[float], rate: float) -> ArmCell:
@@ -455,12 +455,27 @@ def running() -> Iterator[Running]:
         server.stop()
 
 
-def test_arms_that_commands_start(audit: Auditing, serving: Starting, tmp_path: Path) -> None:
+class EventClock(threading.local):
+    """Goes on by a step whenever a thread asks for the time, which is once for each event of an
+    answer, so that a busy machine decides nothing."""
+
+    now_s = 0.0
+    time_ns = staticmethod(time.time_ns)
+
+    def monotonic(self) -> float:
+        self.now_s += STEP_S
+        return self.now_s
+
+
+def test_arms_that_commands_start(
+    audit: Auditing, serving: Starting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Their steps take equally long, so that drafts pay everywhere."""
+    monkeypatch.setattr(asking, "time", EventClock())
     schedule = tmp_path / "schedule.json"
     ended, records = audit(
-        *("--arm", f"plain={serving(speculates=False, step_s=STEP_S)}"),
-        f"drafts={serving(step_s=STEP_S)}",
+        *("--arm", f"plain={serving(speculates=False)}"),
+        f"drafts={serving()}",
         f"idle={serving(speculates=False)}",
         *("--price_per_hour", 2.5, "--export_schedule", schedule, "--concurrency", 3),
         *("--plot", tmp_path / "map.svg"),
@@ -474,6 +489,8 @@ def test_arms_that_commands_start(audit: Auditing, serving: Starting, tmp_path: 
     places = [(arm, context, 3) for arm in arms for context in (16, 32)]
     assert [(cell.arm, cell.context, cell.concurrency) for cell in records[0].arms] == places
     assert (records[0].model, records[0].server, records[0].program) == ("toy", None, "vllm")
+    for cell in records[0].arms:
+        assert cell.step_s == [STEP_S] * 2
     drafts = records[0].arms[3]
     assert 2 < (drafts.tokens_per_step or 0) < 5 and drafts.draft_length == 4
     assert all(cell.tokens_per_step == 1 for cell in records[0].arms if cell.arm != "drafts")
