@@ -532,7 +532,7 @@ class ModelSection:
     )
     elementwise: str = setting(
         "auto",
-        "What computes norms, rotation and gates between linear layers. auto takes "
+        "What computes norms, rotation, gates and states between linear layers. auto takes "
         f"{ELEMENTWISE_BESIDE_PACKED} (C++) beside packed layers, {ELEMENTWISE_ON_CUDA} on CUDA "
         f"where it is installed, else {PORTABLE_ELEMENTWISE}.",
         choices=("auto", *ELEMENTWISE),

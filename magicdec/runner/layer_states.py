@@ -22,7 +22,17 @@ import torch
 from torch import Tensor
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.gated_delta import DeltaTokens, convolve, recur, recur_in_chunks, write
+from magicdec.model.elementwise.delta import (
+    DeltaSteps,
+    DeltaTokens,
+    HeldLayer,
+    StatePlaces,
+    convolve,
+    delta_steps,
+    recur_in_chunks,
+    state_before,
+    write,
+)
 from magicdec.model.mixers import LinearAttention, Mixer
 
 
@@ -123,6 +133,14 @@ class RowStates:
     @property
     def by_layer(self) -> tuple[Tensor, ...]:
         return self.base, self.states, self.channels, self.keys, self.corrections, self.decays
+
+    def layer(self, number: int) -> HeldLayer:
+        return HeldLayer(
+            self.states[number],
+            self.keys[number],
+            self.corrections[number],
+            self.decays[number],
+        )
 
     def copy_rows(
         self, rows: Tensor, other: RowStates, source: Tensor, layers: Sequence[int]
@@ -228,10 +246,16 @@ class LayerStates:
         self.now.copy_rows(rows, other.kept, source, layers)
 
     def forward(
-        self, rows: Tensor, first: Tensor, committed: Tensor, num_new: int, is_of_prompt: bool
+        self,
+        rows: Tensor,
+        first: Tensor,
+        committed: Tensor,
+        num_new: int,
+        is_of_prompt: bool,
+        steps: DeltaSteps = delta_steps,
     ) -> StateForward:
         """A forward of `num_new` tokens after the `first` [B] of rows [B], of which `committed` [B]
-        stay."""
+        stay. `steps` computes those that are not computed in chunks."""
         is_back = (first < self.now.base[:, rows]).any(0)
         if is_back.any():
             self._go_back(rows[is_back], first[is_back])
@@ -244,7 +268,7 @@ class LayerStates:
         assert bool(is_room.all()), "no more drafts than there is room for"
         if is_of_prompt:
             self.kept_lengths[rows] = end
-        return StateForward(self, rows, base, first, moved, num_new, is_of_prompt)
+        return StateForward(self, rows, base, first, moved, num_new, is_of_prompt, steps)
 
     def _go_back(self, rows: Tensor, first: Tensor) -> None:
         """Start again at the ends of prompts, or anew."""
@@ -271,14 +295,15 @@ class StateForward:
         moved: Tensor,
         num_new: int,
         is_of_prompt: bool,
+        steps: DeltaSteps,
     ) -> None:
         self.states = states
+        self.steps = steps
         self.rows = rows
         self.base = base
         self.first = first
         self.moved = moved
         self.is_of_prompt = is_of_prompt
-        self.num_written = int((first - base).max()) if base.numel() else 0
         # Tokens before the newest ones can never go back.
         self.num_final = max(0, num_new - states.room.new)
         before = states.positions_before(first[:, None])
@@ -287,8 +312,6 @@ class StateForward:
         newest = torch.arange(max(0, num_new - states.num_slots), num_new, device=rows.device)
         self.num_shown = len(newest)
         self.slots_shown = (first[:, None] + newest) % states.num_slots
-        written = torch.arange(self.num_final, num_new, device=rows.device)
-        self.slots_written = (first[:, None] + written) % states.num_slots
 
     def run(self, layer: int, tokens: DeltaTokens) -> Tensor:
         """The outputs [B, T, H, E] of a layer, by its number among those with a state."""
@@ -296,43 +319,26 @@ class StateForward:
         rows = self.rows[:, None]
         before = now.channels[layer, rows, self.slots_before] * self.is_before
         q, k, v = convolve(tokens, before)
-        state, moved = self._start(layer)
+        held = now.layer(layer)
+        places = StatePlaces(self.rows, self.base[layer], self.first, self.moved[layer])
         outputs = []
         if self.num_final:
             final = slice(0, self.num_final)
+            state, _ = state_before(held, places)
             out, state = recur_in_chunks(
                 state, q[:, final], k[:, final], v[:, final], tokens.part(final)
             )
             outputs.append(out)
-            moved = state
+            held.states[self.rows] = state
+            places = StatePlaces(self.rows, self.moved[layer], self.moved[layer], self.moved[layer])
         rest = slice(self.num_final, None)
-        out, written = recur(state, q[:, rest], k[:, rest], v[:, rest], tokens.part(rest))
-        outputs.append(out)
-        now.states[layer, self.rows] = moved
+        new = q[:, rest], k[:, rest], v[:, rest], tokens.part(rest)
+        outputs.append(self.steps(held, places, *new))
         now.base[layer, self.rows] = self.moved[layer]
         shown = tokens.channels[:, tokens.channels.shape[1] - self.num_shown :]
         now.channels[layer, rows, self.slots_shown] = shown
-        now.keys[layer, rows, self.slots_written] = written.keys
-        now.corrections[layer, rows, self.slots_written] = written.corrections
-        now.decays[layer, rows, self.slots_written] = written.decays
         if self.is_of_prompt:
             kept = self.states.kept
             for own, others in zip(kept.by_layer, now.by_layer, strict=True):
                 own[layer, self.rows] = others[layer, self.rows]
         return torch.cat(outputs, dim=1)
-
-    def _start(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The states before the new tokens, and at the base to which they move."""
-        s = self.states
-        state = moved = s.now.states[layer, self.rows]
-        for number in range(self.num_written):
-            position = self.base[layer] + number
-            at = (layer, self.rows, position % s.num_slots)
-            after = write(state, s.now.keys[at], s.now.corrections[at], s.now.decays[at])
-            state = torch.where(_by_row(position < self.first), after, state)
-            moved = torch.where(_by_row(position < self.moved[layer]), state, moved)
-        return state, moved
-
-
-def _by_row(mask: Tensor) -> Tensor:
-    return mask.view(-1, 1, 1, 1)

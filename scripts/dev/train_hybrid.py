@@ -43,8 +43,9 @@ from train_demo import (
 from magicdec.distributed.groups import read_launch
 from magicdec.hardware.environment import probe_machine
 from magicdec.model.checkpoint.weight_map import weight_map
+from magicdec.model.elementwise.delta import DeltaTokens, convolve, recur_in_chunks
 from magicdec.model.families.hf_config import parse_hf_config
-from magicdec.model.gated_delta import DeltaTokens, GatedDeltaNet, convolve, recur_in_chunks
+from magicdec.model.gated_delta import GatedDeltaNet
 from magicdec.model.transformer import Transformer
 from magicdec.output.writing import append_line
 

@@ -29,11 +29,20 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware import costs
 from magicdec.llm import LLM
 from magicdec.model.checkpoint.source import find_model, load_transformer
-from magicdec.model.gated_delta import CHUNK, DeltaTokens, convolve, recur, recur_in_chunks, write
+from magicdec.model.elementwise.delta import (
+    CHUNK,
+    DeltaTokens,
+    convolve,
+    recur,
+    recur_in_chunks,
+    write,
+)
+from magicdec.model.elementwise.native import NativeElementwise
 from magicdec.model.transformer import Transformer
+from magicdec.names import ELEMENTWISE, load_named
 from magicdec.output.console import make_progress
 from magicdec.runner.forward_batch import Cancelled, ForwardBatch
-from magicdec.runner.layer_states import StateRoom, StateShape
+from magicdec.runner.layer_states import LayerStates, StateRoom, StateShape
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.setup.loading import runner_of as make_runner
@@ -186,9 +195,19 @@ class CancelAfter:
         return self.num_layers < 0
 
 
+@pytest.mark.parametrize("elementwise", ["torch", "native"])
+def test_rows_go_back_to_any_token(elementwise: str, model: Transformer, reference: Any) -> None:
+    used = model.elementwise
+    model.use(load_named(ELEMENTWISE, elementwise)())
+    try:
+        rows_go_back_to_any_token(model=model, reference=reference)
+    finally:
+        model.use(used)
+
+
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_rows_go_back_to_any_token(data: st.DataObject, model: Transformer, reference: Any) -> None:
+def rows_go_back_to_any_token(data: st.DataObject, model: Transformer, reference: Any) -> None:
     """Ragged rows take right and wrong tokens, as drafts that stay uncommitted or as verifications,
     and lose any number of the wrong ones, again and again; so do rows that begin anew, those that
     go back to the end of their prompt, and those of forwards that are cancelled after any layer."""
@@ -354,6 +373,59 @@ def test_both_forms_are_the_rule(num_new: int) -> None:
     out, chunked = recur_in_chunks(state, *parts, tokens)
     torch.testing.assert_close(out, true, atol=1e-10, rtol=0)
     torch.testing.assert_close(chunked, after, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, (2, 8, 6, 43), (1, 2, 64, 32)], ids=str)
+def test_native_steps_are_those_of_torch(sizes: tuple[int, int, int, int]) -> None:
+    """Of ragged rows that go back: outputs and all that is kept, beside torch's form in float64,
+    which is the rule. With the same bits in a batch and alone."""
+    G, H, D, E = sizes
+    shape = StateShape(G, H, D, E, 4)
+    most = 6
+    generator = torch.Generator().manual_seed(0)
+
+    def states(num_rows: int, dtype: torch.dtype = torch.float32, rerun: int = 0) -> LayerStates:
+        room = StateRoom(most + rerun, rerun)
+        return LayerStates(shape, 1, num_rows, room, dtype, torch.device("cpu"))
+
+    def numbers(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    native = NativeElementwise().delta_steps
+    exact, fast, lagging, alone = states(3, torch.float64), states(3), states(3, rerun=5), states(1)
+    weight = numbers(shape.channels, 4)
+    rows = torch.tensor([0, 2])
+    lengths = torch.zeros(2, dtype=torch.int64)
+    # All of a prompt stays, and of the most new tokens, which write where those before are read.
+    for step, num_new in enumerate((20, most, most, 1, 3, 2, 5, 1, most, 4, most, 2)):
+        tokens = DeltaTokens(
+            channels=numbers(2, num_new, shape.channels),
+            weight=weight,
+            decay=-numbers(2, num_new, H).abs(),
+            rate=numbers(2, num_new, H).sigmoid(),
+            sizes=sizes,
+        )
+        channels, decay, rate = tokens.channels, tokens.decay, tokens.rate
+        wide = replace(tokens, channels=channels.double(), decay=decay.double(), rate=rate.double())
+        one = replace(tokens, channels=channels[1:], decay=decay[1:], rate=rate[1:])
+        at = rows, lengths, lengths, num_new, step == 0
+        expected = exact.forward(*at).run(0, wide).float()
+        found = fast.forward(*at, native).run(0, tokens)
+        again = lagging.forward(*at, native).run(0, tokens)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(again, expected, atol=1e-6, rtol=1e-5)
+        for own, true in zip(fast.now.by_layer, exact.now.by_layer, strict=True):
+            torch.testing.assert_close(own, true.to(own.dtype), atol=1e-6, rtol=1e-5)
+        lone = torch.tensor([0])
+        if step == 0:  # whose products of matrices have other bits
+            alone.copy_prompts(lone, fast, rows[1:], [0])
+        else:
+            last = lone, lengths[1:], lengths[1:], num_new, False
+            assert torch.equal(alone.forward(*last, native).run(0, one)[0], found[1])
+        is_kept = num_new in (20, most)
+        lengths = lengths + (
+            num_new if is_kept else torch.randint(1, num_new + 1, (2,), generator=generator)
+        )
 
 
 WORKLOAD = "--dtype float32 --dataset demo --prefix_len 70 --gen_len 16 --threads 1 --ignore_eos"

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from magicdec.config.capabilities import Requirements
 from magicdec.kernels.build import FAST_MATH, SHARED_HEADERS, load_library, share_openmp
+from magicdec.model.elementwise.delta import DeltaTokens, HeldLayer, StatePlaces, slots_of
 from magicdec.model.elementwise.operators import Elementwise
 
 SOURCE = Path(__file__).with_name("native.cpp")
+DELTA_SOURCE = Path(__file__).with_name("delta.cpp")
 HEADERS = (SOURCE.with_name("rows.h"), SHARED_HEADERS / "arithmetic.h")
 STORAGE = (torch.bfloat16, torch.float32)
 _POINTER = ctypes.c_void_p
@@ -84,6 +86,18 @@ def library() -> ctypes.CDLL:
     return native
 
 
+@cache
+def delta_library() -> ctypes.CDLL:
+    share_openmp()
+    # Sums in the order in which they are written: a state that is computed again has the same bits.
+    flags = ("-fopenmp", "-ffp-contract=off")
+    headers = tuple(SHARED_HEADERS / name for name in ("wide.h", "arithmetic.h"))
+    native = load_library(DELTA_SOURCE, flags, headers)
+    native.magicdec_delta_steps.argtypes = (_SIZE * 7, *[_POINTER] * 14)
+    native.magicdec_delta_steps.restype = None
+    return native
+
+
 def check(x: Tensor) -> None:
     assert x.dtype in STORAGE and x.device.type == "cpu", "refused before the run"
 
@@ -137,6 +151,32 @@ class NativeElementwise(Elementwise):
 
     def clamped_gate(self, gate_up: Tensor, limit: float, alpha: float) -> Tensor:
         return self._gate(gate_up, CLAMPED, limit, alpha)
+
+    def delta_steps(
+        self,
+        held: HeldLayer,
+        places: StatePlaces,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tokens: DeltaTokens,
+    ) -> Tensor:
+        num_keys, num_values, key_dim, value_dim = tokens.sizes
+        num_rows, num_new = v.shape[:2]
+        out = torch.empty(num_rows, num_new, num_values, value_dim)
+        sizes = num_rows, num_new, num_keys, num_values, key_dim, value_dim, held.keys.shape[1]
+        own = held.states, held.keys, held.corrections, held.decays
+        at = places.rows, places.base, places.first, places.moved
+        new = [x.contiguous() for x in (*at, q, k, v, tokens.decay, tokens.rate)]
+        assert all(x.is_contiguous() for x in own), "the library computes addresses from the sizes"
+        assert all(x.dtype == torch.float32 for x in (*own, *new[4:])), "as states are kept"
+        delta_library().magicdec_delta_steps(
+            (_SIZE * 7)(*sizes), *(x.data_ptr() for x in (*own, *new, out))
+        )
+        slots = slots_of(held, places, num_new)  # which may be those of tokens that it has read
+        held.keys[slots] = k
+        held.decays[slots] = tokens.decay
+        return out
 
     def route(self, logits: Tensor, num_used: int, renormalises: bool) -> tuple[Tensor, Tensor]:
         check(logits)

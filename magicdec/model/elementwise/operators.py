@@ -1,6 +1,6 @@
-"""The operations between a layer's GEMMs (norms, rotary embedding, gated activation), with torch's
-operators as the reference. Implementations are listed in `names.ELEMENTWISE`. A row's result is
-independent of other rows.
+"""The operations between a layer's GEMMs (norms, rotary embedding, gated activation, the steps of
+linear attention), with torch's operators as the reference. Implementations are listed in
+`names.ELEMENTWISE`. A row's result is independent of other rows.
 
 Shapes: B rows, T new tokens, D head size, R rotated dimensions of a head, F MLP units.
 """
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from magicdec.config.capabilities import Requirements
+from magicdec.model.elementwise.delta import DeltaTokens, HeldLayer, StatePlaces, delta_steps
 
 
 class Elementwise:
@@ -54,6 +55,19 @@ class Elementwise:
         gate, up = gate_up.chunk(2, dim=-1)
         gate = gate.clamp(max=limit)
         return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(alpha * gate))
+
+    def delta_steps(
+        self,
+        held: HeldLayer,
+        places: StatePlaces,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tokens: DeltaTokens,
+    ) -> Tensor:
+        """The outputs [B, T, H, E] of new tokens of a layer with linear attention, as
+        `delta.delta_steps`."""
+        return delta_steps(held, places, q, k, v, tokens)
 
     def route(self, logits: Tensor, num_used: int, renormalises: bool) -> tuple[Tensor, Tensor]:
         """The experts with the largest `logits` [N, E], the first of equal ones: their numbers,

@@ -7,22 +7,24 @@ from faults.fault import Fault, Property
 HYBRID = "test_hybrid.py::"
 SNAPSHOTS = "test_hybrid_prefixes.py::"
 STATES = "runner/layer_states.py"
+DELTA = "model/elementwise/delta.py"
+DELTA_NATIVE = "model/elementwise/delta.cpp"
 
 PROPERTIES = (
     Property(
         "A row's state is that after the tokens that it has.",
-        f"{HYBRID}test_rows_go_back_to_any_token",
+        f"{HYBRID}test_rows_go_back_to_any_token[torch]",
         (
             Fault(
                 "a rejected token stays in the state",
-                STATES,
-                "torch.where(_by_row(position < self.first), after, state)",
+                DELTA,
+                "torch.where(_by_row(position < places.first), after, state)",
                 "after",
             ),
             Fault(
                 "the base moves past what is committed",
-                STATES,
-                "torch.where(_by_row(position < self.moved[layer]), state, moved)",
+                DELTA,
+                "torch.where(_by_row(position < places.moved), state, moved)",
                 "state",
             ),
             Fault(
@@ -33,9 +35,9 @@ PROPERTIES = (
             ),
             Fault(
                 "what a token wrote is looked for in the slot behind",
-                STATES,
-                "position % s.num_slots)",
-                "(position + 1) % s.num_slots)",
+                DELTA,
+                "position % held.keys.shape[1])\n        after",
+                "(position + 1) % held.keys.shape[1])\n        after",
             ),
             Fault(
                 "the slots of another number of drafts",
@@ -45,9 +47,9 @@ PROPERTIES = (
             ),
             Fault(
                 "the state of another row",
-                STATES,
-                "state = moved = s.now.states[layer, self.rows]",
-                "state = moved = s.now.states[layer, self.rows.flip(0)]",
+                DELTA,
+                "state = moved = held.states[places.rows]",
+                "state = moved = held.states[places.rows.flip(0)]",
             ),
             Fault(
                 "the convolution keeps rejected tokens",
@@ -195,13 +197,13 @@ PROPERTIES = (
         (
             Fault(
                 "one decay behind in a chunk",
-                "model/gated_delta.py",
+                DELTA,
                 "kept = k[:, :, at] * (total - decayed[:, :, at])[..., None].exp()",
                 "kept = k[:, :, at] * total[..., None].exp()",
             ),
             Fault(
                 "value heads take turns with key heads",
-                "model/gated_delta.py",
+                DELTA,
                 "x.repeat_interleave(num_values // x.shape[dim], dim=dim)",
                 "torch.cat([x] * (num_values // x.shape[dim]), dim=dim)",
             ),
@@ -252,6 +254,49 @@ PROPERTIES = (
                 "systems/pipeinfer/sequence.py",
                 "min(first, self.tip.position),",
                 "first,",
+            ),
+        ),
+    ),
+    Property(
+        "Native steps of linear attention are those of torch.",
+        f"{HYBRID}test_native_steps_are_those_of_torch[{(2, 8, 6, 43)}]",
+        (
+            Fault(
+                "the key of another head",
+                DELTA_NATIVE,
+                "g = h * p.G / p.H",
+                "g = h % p.G",
+            ),
+            Fault(
+                "columns that are no whole block are left out",
+                DELTA_NATIVE,
+                "take_blocks<float, 1>(p, head, c, S.data());",
+                "",
+            ),
+            Fault(
+                "keys of tokens that are still read give way",
+                "model/elementwise/native.py",
+                "        out = torch.empty(num_rows, num_new, num_values, value_dim)\n",
+                "        out = torch.empty(num_rows, num_new, num_values, value_dim)\n"
+                "        held.keys[slots_of(held, places, num_new)] = k\n",
+            ),
+            Fault(
+                "the base moves to the newest token",
+                DELTA_NATIVE,
+                "if (!head.settled.empty()) s.write(state);\n        take(s, head.open, d);",
+                "take(s, head.open, d);\n        if (!head.settled.empty()) s.write(state);",
+            ),
+            Fault(
+                "a token decays as the one before it",
+                DELTA_NATIVE,
+                "s.multiply(next->decay);",
+                "s.multiply(token.decay);",
+            ),
+            Fault(
+                "what is written leaves the slots as they were",
+                DELTA_NATIVE,
+                "correction.write(token.correction + c);",
+                "",
             ),
         ),
     ),
