@@ -1,8 +1,9 @@
-"""Time attention, linear layers and collectives, and compare them with this machine's ceilings.
+"""Time attention, linear layers, states of linear attention and collectives, and compare them with
+this machine's ceilings.
 
-    python scripts/dev/bench_kernels.py            # about 5 minutes on 2 cores
-    python scripts/dev/bench_kernels.py --quick    # under one
-    python scripts/dev/bench_kernels.py --json kernels.json
+    python scripts/dev/bench_kernels.py            # about 7 minutes on 2 cores
+    python scripts/dev/bench_kernels.py --quick    # about one
+    python scripts/dev/bench_kernels.py --only states --json kernels.json
 
 For each problem the implementations are timed in turn, after their outputs are compared. Tensors
 are larger than the CPU caches, so a decode step reads the KV cache from memory.
@@ -15,7 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle
@@ -34,15 +35,22 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.start import close_groups, make_groups
+from magicdec.distributed.tensor_parallel import Shard
 from magicdec.kv.cache import KVCache
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import KVView, make_view
+from magicdec.model.elementwise.delta import DeltaTokens, StatePlaces, convolve
+from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.linear.packed import PackedLinear
+from magicdec.model.mixers import LinearAttention
+from magicdec.names import ELEMENTWISE, load_named
+from magicdec.runner.layer_states import LayerStates, StateRoom, StateShape
 from magicdec.speculation.policies.policy import FullKV
 
 COLUMNS = (
     ("attention", "backend", "dtype", "batch", "heads", "kv_heads", "head_size", "seq_len", "T"),
     ("linear", "call", "dtype", "out", "in", "rows"),
+    ("states", "call", "batch", "gamma", "MB", "planned_MB"),
     ("collectives", "backend", "collective", "ranks", "bytes"),
 )
 COLD_BYTES = 256 << 20  # K and V of all layers together
@@ -212,6 +220,75 @@ def over(weights: Sequence[Any], call: Callable[[Any], Tensor]) -> Callable[[], 
     return next_call
 
 
+STATES = LinearAttention(16, 32, 128, 128, 4)  # of Qwen3.5
+
+
+def state_rows(quick: bool, seconds: float) -> list[dict[str, Any]]:
+    """The states of a layer in verifications whose drafts are all accepted: their steps, the
+    convolution before them, and reading as many bytes as the steps read and write. A plan counts
+    other bytes: a state that is written after each token."""
+    shape = StateShape.of([STATES], Shard())
+    state = STATES.state_bytes(Shard(), 4)
+    written = shape.num_keys * shape.key_dim + shape.num_values * (shape.value_dim + 1)
+    rows = []
+    for batch in (1, 8):
+        for gamma in (1, 4) if quick else (1, 2, 4, 8):
+            num_new = gamma + 1
+            tokens = new_tokens(shape, batch, num_new)
+            layers = max(1, COLD_BYTES // 2 // (batch * state))
+            moved = 2 * batch * (state + 4 * num_new * written)
+            numbers = torch.zeros(COLD_BYTES // 4).split(moved // 4)[:-1]
+            ways: dict[str, Callable[[], Any]] = {
+                name: steps_in_turn(load_named(ELEMENTWISE, name)(), shape, layers, tokens)
+                for name in ("torch", "native")
+            }
+            plain, native = (way() for way in ways.values())
+            torch.testing.assert_close(native, plain, atol=1e-5, rtol=1e-5)
+            before = torch.zeros(batch, shape.length - 1, shape.channels)
+            ways["convolution"] = partial(convolve, tokens, before)
+            ways["reading as much"] = over(numbers, torch.sum)
+            size: dict[str, Any] = {"dtype": "float32", "batch": batch, "gamma": gamma}
+            size |= {"bytes": moved, "MB": round(moved / 1e6, 1)}
+            size |= {"planned_MB": round(batch * (1 + num_new) * state / 1e6, 1)}
+            timings = interleaved(ways, seconds)
+            rows += [{"call": name, **size, **t.as_json()} for name, t in timings.items()]
+    return rows
+
+
+def new_tokens(shape: StateShape, batch: int, num_new: int) -> DeltaTokens:
+    num_values = shape.num_values
+    return DeltaTokens(
+        channels=torch.randn(batch, num_new, shape.channels),
+        weight=torch.randn(shape.channels, shape.length),
+        decay=-torch.rand(batch, num_new, num_values),
+        rate=torch.rand(batch, num_new, num_values),
+        sizes=(shape.num_keys, num_values, shape.key_dim, shape.value_dim),
+    )
+
+
+def steps_in_turn(
+    elementwise: Elementwise, shape: StateShape, num_layers: int, tokens: DeltaTokens
+) -> Callable[[], Tensor]:
+    """A function that computes the steps of the next layer each time, and after the last layer
+    those of the next tokens."""
+    batch, num_new = tokens.channels.shape[:2]
+    cpu = torch.device("cpu")
+    states = LayerStates(shape, num_layers, batch, StateRoom(num_new), torch.float32, cpu)
+    q, k, v = convolve(tokens, torch.zeros(batch, shape.length - 1, shape.channels))
+
+    def outputs() -> Iterator[Tensor]:
+        rows = torch.arange(batch)
+        base = torch.zeros(batch, dtype=torch.int64)
+        while True:
+            first = base + num_new  # of tokens that another call has written, but the first time
+            for layer in range(num_layers):
+                places = StatePlaces(rows, base, first, first)
+                yield elementwise.delta_steps(states.now.layer(layer), places, q, k, v, tokens)
+            base = first
+
+    return outputs().__next__
+
+
 def collective_rows(seconds: float) -> list[dict[str, Any]]:
     """All-reduce and all-gather between 2 ranks with one thread each, in separate processes."""
     with tempfile.TemporaryDirectory() as directory:
@@ -260,6 +337,8 @@ def print_tables(measured: dict[str, Any]) -> None:
         f"{machine['bfloat16_flops'] / 1e9:.0f} in bfloat16"
     )
     for kind, way, *problem in COLUMNS:
+        if kind not in measured:
+            continue
         table = Table(title=kind)
         for column in (*problem, way, "ms", "10-90 %", "of peak"):
             table.add_column(column, justify="right", no_wrap=True)
@@ -272,8 +351,8 @@ def print_tables(measured: dict[str, Any]) -> None:
 
 def share_of_peak(kind: str, row: dict[str, Any], machine: dict[str, Any]) -> str:
     """The share of the read bandwidth, or of the FLOP/s if those are the limit."""
-    if kind == "collectives":
-        return ""
+    if kind == "collectives" or row.get("call") == "convolution":
+        return ""  # whose bytes are not counted
     dtype = row["dtype"]
     by_bytes = row["bytes"] / machine["read_bytes_per_s"]
     by_flops = row.get("flops", 0) / machine[f"{dtype}_flops"]
@@ -290,6 +369,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, help="per cell (default 4, with --quick 1)")
     parser.add_argument("--collectives_to", type=Path, help=argparse.SUPPRESS)
+    kinds = [kind for kind, *_ in COLUMNS]
+    parser.add_argument("--only", choices=kinds, nargs="+", default=kinds, help="these tables")
     args = parser.parse_args()
     seconds = args.seconds or (1.0 if args.quick else 4.0)
     if args.collectives_to:
@@ -298,9 +379,15 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     with torch.inference_mode():
         measured: dict[str, Any] = {"machine": describe_machine()}
-        measured["attention"] = [r for c in cells(args.quick) for r in attention_cell(c, seconds)]
-        measured["linear"] = linear_rows(args.quick, seconds / 4)
-    measured["collectives"] = collective_rows(seconds / 4)
+        if "attention" in args.only:
+            problems = cells(args.quick)
+            measured["attention"] = [row for c in problems for row in attention_cell(c, seconds)]
+        if "linear" in args.only:
+            measured["linear"] = linear_rows(args.quick, seconds / 4)
+        if "states" in args.only:
+            measured["states"] = state_rows(args.quick, seconds)
+    if "collectives" in args.only:
+        measured["collectives"] = collective_rows(seconds / 4)
     print_tables(measured)
     if args.json:
         args.json.write_text(json.dumps(measured, indent=1) + "\n")
