@@ -32,21 +32,22 @@ def the_model(
     """A tiny model of transformers, whose states and gates matter."""
     torch.manual_seed(seed)
     config_name, own = KINDS[kind]
-    config = getattr(transformers, config_name)(
-        vocab_size=vocab_size,
-        hidden_size=48,
-        num_hidden_layers=4 if layer_types is None else len(layer_types),
-        layer_types=layer_types,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=8,
-        max_position_embeddings=1024,
-        **{"tie_word_embeddings": False} | own | changes,
-    )
+    fields = {
+        "vocab_size": vocab_size,
+        "hidden_size": 48,
+        "num_hidden_layers": 4 if layer_types is None else len(layer_types),
+        "layer_types": layer_types,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+    }
+    config = getattr(transformers, config_name)(**fields | own | changes)
     model = getattr(transformers, kind)(config).eval().float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -84,9 +85,12 @@ class PlainMtpHead:
     equations 21 to 23): its layer is a model of one layer, which takes projections in place of
     embedded tokens, and whose final norm is the head's. Nothing is cached."""
 
-    def __init__(self, target: Any, kind: str = "Qwen3_5ForCausalLM", seed: int = 1) -> None:
+    def __init__(
+        self, target: Any, kind: str = "Qwen3_5ForCausalLM", seed: int = 1, **changes: Any
+    ) -> None:
         self.target = target
-        self.layer = the_model(target.config.vocab_size, kind, ["full_attention"], seed)
+        vocab_size = target.config.vocab_size
+        self.layer = the_model(vocab_size, kind, ["full_attention"], seed, **changes)
         size = target.config.hidden_size
         self.fc = torch.randn(size, 2 * size) * 1.5 * size**-0.5
         self.token_norm, self.state_norm = (0.5 * torch.randn(size) for _ in "eh")

@@ -20,8 +20,18 @@ EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<number>\d+)\.(?P<after>.*)")
 # together beside each other, and the key of the number of heads. Hugging Face has them half a head
 # apart.
 PAIRS = {"llama": {"attn_q": "head_count", "attn_k": "head_count_kv"}}
-# Norms to whose weights the converter has added 1.
-PLUS_ONE = {"gemma3"}
+# Norms to whose weights the converter has added 1, but for PLAIN_NORM.
+PLUS_ONE = {"gemma3", "qwen35", "qwen35moe", "qwen3next"}
+PLAIN_NORM = "ssm_norm"
+LINEAR = ".linear_attn."
+TILED = {"qwen35", "qwen35moe"}  # the order of whose value heads the converter has changed
+HEADS = ("group_count", "time_step_rank", "state_size")  # keys of their numbers
+# Other names under which the package may know the end of a name.
+OTHER_NAMES = {
+    "linear_attn.dt_bias": "linear_attn.dt_proj.bias",
+    "linear_attn.in_proj_b.weight": "linear_attn.in_proj_ba.weight",
+    "linear_attn.in_proj_a.weight": "linear_attn.in_proj_ba.weight",
+}
 
 
 def values_of(files: Sequence[Path], names: Iterable[str]) -> dict[str, Tensor]:
@@ -42,9 +52,11 @@ def values_of(files: Sequence[Path], names: Iterable[str]) -> dict[str, Tensor]:
     for name in names:
         expert = EXPERT.fullmatch(name)
         merged = name if expert is None else f"{expert['before']}.{expert['after']}"
+        ends = [end for end in OTHER_NAMES if merged.endswith(end)]
+        others = [merged.removesuffix(end) + OTHER_NAMES[end] for end in ends]
         known = [
             table.get_name(theirs_name, try_suffixes=(".weight", ".bias"))
-            for theirs_name in (merged, f"{merged}.weight")
+            for theirs_name in (merged, f"{merged}.weight", *others)
         ]
         theirs = next((candidate for candidate in known if candidate in stored), None)
         if theirs is None:
@@ -55,16 +67,51 @@ def values_of(files: Sequence[Path], names: Iterable[str]) -> dict[str, Tensor]:
             if theirs not in whole:
                 whole[theirs] = dequantised(stored[theirs])
             values = whole[theirs][int(expert["number"])]
-        part = theirs.split(".")[-2]
+        part = re.sub(r"\.(weight|bias)$", "", theirs).split(".")[-1]
         key = PAIRS.get(architecture, {}).get(part)
         if key is not None:
             heads = int(fields[f"{architecture}.attention.{key}"].contents())
             pairs = values.reshape(heads, -1, 2, *values.shape[1:])
             values = pairs.swapaxes(1, 2).reshape(values.shape)
-        if architecture in PLUS_ONE and part.endswith("norm"):
+        if architecture in PLUS_ONE and part.endswith("norm") and part != PLAIN_NORM:
             values = values - np.float32(1)
+        if LINEAR in name:
+            sizes = {key: int(fields[f"{architecture}.ssm.{key}"].contents()) for key in HEADS}
+            values = of_linear_attention(values, name, sizes, architecture in TILED)
+        if name.endswith("shared_expert_gate.weight"):
+            values = values.reshape(1, -1)
         found[name] = torch.from_numpy(np.require(values, requirements=["C", "W"]))
     return found
+
+
+def of_linear_attention(
+    values: NDArray[np.float32], name: str, sizes: dict[str, int], is_tiled: bool
+) -> NDArray[np.float32]:
+    """A tensor as Hugging Face has it. Those with value heads are written with dimensions for key
+    heads and for the value heads of each; if they are tiled, the file has these the other way
+    round."""
+    key_heads = sizes["group_count"]
+    group = sizes["time_step_rank"] // key_heads
+    num_keys = 2 * key_heads * sizes["state_size"]
+
+    def untiled(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        if not is_tiled:
+            return rows
+        heads = rows.reshape(group, key_heads, -1, *rows.shape[1:])
+        return heads.swapaxes(0, 1).reshape(rows.shape)
+
+    part = name.partition(LINEAR)[2].removesuffix(".weight")
+    if part in ("in_proj_qkv", "conv1d"):
+        values = np.concatenate([values[:num_keys], untiled(values[num_keys:])])
+        return values[:, None] if part == "conv1d" else values
+    if part in ("in_proj_b", "in_proj_a") and not is_tiled:
+        rates = values.reshape(key_heads, 2, group, -1)[:, int(part == "in_proj_a")]
+        return rates.reshape(key_heads * group, -1)
+    if part == "A_log":
+        return untiled(np.log(-values))
+    if part == "out_proj":
+        return untiled(values.T).T
+    return values if part == "norm" else untiled(values)
 
 
 def dequantised(tensor: Any) -> NDArray[np.float32]:

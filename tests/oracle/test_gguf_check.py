@@ -2,6 +2,7 @@
 values of the `gguf` package, and llama.cpp where it is installed."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from test_gguf_families import MODELS
 from magicdec.bench import gguf_reference, model_check
 from magicdec.bench.gguf_reference import values_of
 from magicdec.bench.model_check import check_model
-from magicdec.model.checkpoint import checked, gguf_weights
-from magicdec.model.checkpoint.gguf_weights import GgufWeights
+from magicdec.model.checkpoint import checked, gguf_tensors
+from magicdec.model.checkpoint.gguf_tensors import PlacedTensor, Placing
 from magicdec.model.checkpoint.source import find_model
+from magicdec.model.gguf.file import GgufTensor
 
 STRINGS = vocabulary_of(trained_bpe("qwen2"), "qwen2") | {
     "tokenizer.ggml.bos_token_id": 3,
@@ -58,16 +60,22 @@ def test_values_are_read_in_the_order_of_hugging_face(path: Path) -> None:
         values_of([path], ["model.layers.9.x"])
 
 
-def no_biases(weights: GgufWeights, name: str) -> bool:
-    return not name.endswith("bias") and ".self_attn.q_proj" in name
+def no_biases(placing: Placing, name: str, tensor: GgufTensor) -> PlacedTensor:
+    placed = PLAIN(placing, name, tensor)
+    return replace(placed, rows=None) if name.endswith("bias") else placed
 
 
+def no_offset(placing: Placing, name: str, tensor: GgufTensor) -> PlacedTensor:
+    return replace(PLAIN(placing, name, tensor), offset=0.0)
+
+
+PLAIN = Placing.plain
+REAL = gguf_tensors.expert_tensors
 FAULTS = {
-    "llama": (GgufWeights, "_is_permuted", no_biases),
-    "gemma3, all keys": (GgufWeights, "_offset", lambda weights, name: 0.0),
-    "mixtral": (gguf_weights, "expert_tensors", lambda tensor: REAL(tensor)[::-1]),
+    "llama": (Placing, "plain", no_biases),
+    "gemma3, all keys": (Placing, "plain", no_offset),
+    "mixtral": (gguf_tensors, "expert_tensors", lambda tensor: REAL(tensor)[::-1]),
 }
-REAL = gguf_weights.expert_tensors
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -172,7 +180,7 @@ def test_llama_cpp_itself(
     check = check_model(str(path), 1e-9)
     assert check.outcome == checked.EQUAL, check.lines
     assert check.lines[-1] == f"{path} is computed as llama.cpp computes it"
-    monkeypatch.setattr(GgufWeights, "_is_permuted", no_biases)
+    monkeypatch.setattr(Placing, "plain", no_biases)
     monkeypatch.setattr(gguf_reference, "PAIRS", {})  # so that llama.cpp alone sees it
     lines = check_model(str(path), 1e-9).lines
     assert lines[-1] == f"{path} is NOT computed as llama.cpp computes it"

@@ -16,7 +16,7 @@ from torch import Tensor
 from magicdec import LLM
 from magicdec.config.sections import KVSection
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint.gguf_weights import hf_name
+from magicdec.model.checkpoint.gguf_tensors import hf_name
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.tokenizer import load_tokenizer
 from magicdec.names import STORED

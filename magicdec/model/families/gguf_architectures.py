@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from magicdec.model.families.hybrids import LINEAR
 from magicdec.model.families.windows import FULL, SLIDING
 from magicdec.model.gguf.file import GgufFile
 
@@ -20,7 +21,7 @@ Keys = Mapping[str, Any]
 HfFields = dict[str, Any]
 """HfFields of a config.json."""
 
-STACKED = re.compile(r"^blk\.\d+\.ffn_(gate|up|down)_exps\.(weight|bias)$")
+STACKED = re.compile(r"^blk\.\d+\.ffn_(gate|up|gate_up|down)_exps\.(weight|bias)$")
 EXPERTS = frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
 # Values of keys of mixtures under which llama.cpp computes what is computed here: the softmax of
 # all experts, of which the best are divided by their sum.
@@ -45,6 +46,24 @@ SOFTMAX_OF_USED = PLAIN_EXPERTS | {"expert_gating_func": (3,)}
 GEMMA3_PATTERN = 6  # one of so many layers sees all tokens
 GEMMA3_LOCAL_BASE = 10000.0
 GEMMA3_27B_LAYERS = 62  # the only model whose scores are not divided by the root of the head size
+# Of models with linear attention.
+NEXTN = re.compile(r"^blk\.(\d+)\.nextn\.")
+LINEAR_FIELDS = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+SHARED_WIDTH = "expert_shared_feed_forward_length"
+HYBRID_KEYS = frozenset(LINEAR_FIELDS) | {
+    "ssm.inner_size",
+    "full_attention_interval",
+    "attention.recurrent_layers",
+    "nextn_predict_layers",
+    "rope.dimension_count",
+    "rope.dimension_sections",
+}
+HYBRID_MIXTURE_KEYS = HYBRID_KEYS | EXPERTS | {SHARED_WIDTH}
 
 
 @dataclass(frozen=True)
@@ -52,7 +71,8 @@ class Architecture:
     """An architecture whose tensors have Llama's roles. `is_permuted`: the rows of q and k are in
     the order of adjacent pairs. `fields`: of the config.json, beside or in place of `known` ones.
     `keys`: those that `fields` reads; `neutral`: values of others that change nothing.
-    `mlp_norm`: the name of the norm before the MLP."""
+    `mlp_norm`: the name of the norm before the MLP. `has_tiled_heads`: the value heads of linear
+    attention are in the order of ggml's broadcast, the first of each key head, then the second."""
 
     name: str
     model_type: str
@@ -61,6 +81,7 @@ class Architecture:
     keys: frozenset[str] = frozenset()
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: NO_EXPERTS)
     mlp_norm: str = "ffn_norm"
+    has_tiled_heads: bool = False
 
 
 def llama_fields(file: GgufFile, own: Keys, known: HfFields) -> HfFields:
@@ -113,7 +134,8 @@ def expert_counts(file: GgufFile, own: Keys, known: HfFields, width: int) -> tup
         raise KeyError(first)
     for name, tensor in file.tensors.items():
         if match := STACKED.match(name):
-            expert_shape = (hidden, width) if match[1] == "down" else (width, hidden)
+            outputs = 2 * width if match[1] == "gate_up" else width
+            expert_shape = (hidden, width) if match[1] == "down" else (outputs, hidden)
             expected = (count, *expert_shape[: 1 if match[2] == "bias" else 2])
             if tensor.shape != expected:
                 raise ValueError(
@@ -185,6 +207,85 @@ def layer_types(pattern: Any, num_layers: int) -> list[str]:
     return [SLIDING if is_sliding else FULL for is_sliding in slides]
 
 
+def hybrid_fields(file: GgufFile, own: Keys, known: HfFields) -> HfFields:
+    """Of Qwen3.5 and its mixtures. The layers of the head for multi-token prediction are counted
+    among the blocks, behind the model's."""
+    num_blocks = known["num_hidden_layers"]
+    num_mtp_layers = own.get("nextn_predict_layers", 0)
+    if not 0 <= num_mtp_layers < num_blocks:
+        raise ValueError(
+            f"nextn_predict_layers {num_mtp_layers} is not among block_count {num_blocks}"
+        )
+    num_layers = num_blocks - num_mtp_layers
+    behind = {int(found[1]) for name in file.tensors if (found := NEXTN.match(name))}
+    if odd := behind - set(range(num_layers, num_blocks)):
+        raise ValueError(
+            f"tensors blk.{min(odd)}.nextn.* are those of a head for multi-token prediction, but "
+            f"block_count {num_blocks} and nextn_predict_layers {num_mtp_layers} say otherwise"
+        )
+    heads = own["ssm.time_step_rank"]
+    inner = own["ssm.inner_size"]
+    if inner % max(heads, 1):
+        raise ValueError(f"ssm.inner_size {inner} is no multiple of ssm.time_step_rank {heads}")
+    rotated = own.get("rope.dimension_count", known["head_dim"])
+    check_sections(own.get("rope.dimension_sections"), rotated)
+    types = own.get("attention.recurrent_layers")
+    if types is not None:
+        types = recurrent_types(types, num_blocks, num_layers)
+    table = {"rope_type": "default"} | (known["rope_scaling"] or {})
+    table |= {"rope_theta": known["rope_theta"]}
+    return {field: own[key] for key, field in LINEAR_FIELDS.items()} | {
+        "num_hidden_layers": num_layers,
+        "mtp_num_hidden_layers": num_mtp_layers,
+        "linear_value_head_dim": inner // max(heads, 1),
+        "layer_types": types,
+        "full_attention_interval": own.get("full_attention_interval"),
+        "rope_scaling": None,
+        "rope_parameters": table | {"partial_rotary_factor": rotated / known["head_dim"]},
+    }
+
+
+def hybrid_mixture_fields(file: GgufFile, own: Keys, known: HfFields) -> HfFields:
+    """Also of Qwen3-Next, whose file has the tensors of linear attention apart as Qwen3.5 has
+    them, and which computes the same: weights of experts always add up to one."""
+    width = own["expert_feed_forward_length"]
+    num_experts, num_used = expert_counts(file, own, known, width)
+    return hybrid_fields(file, own, known) | {
+        "intermediate_size": None,
+        "num_experts": num_experts,
+        "num_experts_per_tok": num_used,
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": own[SHARED_WIDTH],
+    }
+
+
+def recurrent_types(flags: Any, num_blocks: int, num_layers: int) -> list[str]:
+    """By a list that says of each block whether it has linear attention."""
+    if not isinstance(flags, list) or len(flags) != num_blocks:
+        raise ValueError(f"attention.recurrent_layers has no value for each of {num_blocks} blocks")
+    if any(flags[num_layers:]):
+        raise ValueError(
+            "attention.recurrent_layers says that a layer of the head for multi-token prediction "
+            "has linear attention"
+        )
+    return [LINEAR if is_recurrent else FULL for is_recurrent in flags[:num_layers]]
+
+
+def check_sections(sections: Any, rotated: int) -> None:
+    """Raise ValueError unless each pair of rotated dimensions has one of a token's places in time,
+    height and width, which are equal in a text: llama.cpp takes others' place for 0."""
+    if sections is None:
+        return
+    total = sum(sections)
+    for pair in range(rotated // 2):
+        section = pair % max(total, 1)
+        if len(sections) < 3 or section >= 3 * sections[section % 3]:
+            raise ValueError(
+                f"rope.dimension_sections {sections} leave pair {pair} of {rotated} rotated "
+                "dimensions without a token's place"
+            )
+
+
 # By `general.architecture`.
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", True, llama_fields),
@@ -209,6 +310,34 @@ ARCHITECTURES = {
         gemma3_fields,
         GEMMA3_KEYS,
         {"final_logit_softcapping": (0.0,)},
+    ),
+    "qwen35": Architecture(
+        "Qwen3_5ForCausalLM",
+        "qwen3_5_text",
+        False,
+        hybrid_fields,
+        HYBRID_KEYS,
+        mlp_norm="post_attention_norm",
+        has_tiled_heads=True,
+    ),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe_text",
+        False,
+        hybrid_mixture_fields,
+        HYBRID_MIXTURE_KEYS,
+        PLAIN_EXPERTS,
+        mlp_norm="post_attention_norm",
+        has_tiled_heads=True,
+    ),
+    "qwen3next": Architecture(
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe_text",
+        False,
+        hybrid_mixture_fields,
+        HYBRID_MIXTURE_KEYS,
+        PLAIN_EXPERTS,
+        mlp_norm="post_attention_norm",
     ),
 }
 # Files of Mixtral are Llama's with experts.

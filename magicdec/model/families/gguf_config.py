@@ -74,8 +74,6 @@ def load_gguf_config(path: Path) -> ModelConfig:
         raise ValueError(f"{path}: {error} is missing; {AGAIN}") from None
     except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
         raise ValueError(f"{path}: {error}; {OTHERWISE}") from None
-    if config.num_layers > MOST_LAYERS:  # for each of which tables have an entry
-        raise ValueError(f"{path}: block_count {config.num_layers} is over {MOST_LAYERS}; {AGAIN}")
     return config
 
 
@@ -102,9 +100,11 @@ def hf_fields(file: GgufFile) -> dict[str, Any]:
         if key not in known and value not in neutral.get(key, ()):
             raise ValueError(f"{prefix}{key} {str(value)[:60]} is not read")
     raw = {field: own[key] for key, field in FIELDS.items() if key in own}
+    if raw["num_hidden_layers"] > MOST_LAYERS:  # for each of which tables have an entry
+        raise ValueError(f"block_count {raw['num_hidden_layers']} is over {MOST_LAYERS}")
     head_dim = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
     for key in ("attention.value_length", "rope.dimension_count"):
-        if own.get(key, head_dim) != head_dim:
+        if key not in architecture.keys and own.get(key, head_dim) != head_dim:
             raise ValueError(f"{prefix}{key} {own[key]} is not the size {head_dim} of a head")
     raw["rope_theta"] = rounded(raw.get("rope_theta", 10000.0))
     raw["rms_norm_eps"] = rounded(raw["rms_norm_eps"])

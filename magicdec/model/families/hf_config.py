@@ -12,7 +12,9 @@ from magicdec.model.families.config_keys import check_quantization, check_unread
 from magicdec.model.families.eagle import is_head, read_head
 from magicdec.model.families.family import find_family
 from magicdec.model.families.fields import ConfigFields, only, shown
+from magicdec.model.families.hybrids import LINEAR
 from magicdec.model.families.windows import FULL, SLIDING, types_of
+from magicdec.model.mixers import LinearAttention
 from magicdec.names import PLANNED
 from magicdec.output.files import load_object
 
@@ -27,12 +29,24 @@ WRITTEN = (
     "Qwen3MoeForCausalLM",
     "Gemma3ForCausalLM",
     "GptOssForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
 )
 # The object with the text model of one that also sees or hears, and what lies beside it.
 TEXT = "text_config"
 BESIDE = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "model_type")
 # Fields that are written for the others.
+NOT_OF_HYBRIDS = (
+    "mlp_bias",
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+    "rope_theta",
+    "rope_scaling",
+)
 LEFT_OUT = {
+    "Qwen3_5ForCausalLM": NOT_OF_HYBRIDS,
+    "Qwen3_5MoeForCausalLM": (*NOT_OF_HYBRIDS, "intermediate_size"),
     "GptOssForCausalLM": ("mlp_bias", "use_sliding_window", "max_window_layers"),
     "MixtralForCausalLM": ("mlp_bias", "use_sliding_window", "max_window_layers"),
     "Gemma3ForCausalLM": (
@@ -125,6 +139,8 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     own = {} if config.experts is None else experts_fields(config)
     if config.post_norms:
         own |= gemma3_fields(config)
+    if config.gated_attention:
+        own |= hybrid_fields(config)
     window = config.narrowest_window
     mixed = {} if len(config.windows) == 1 else {"layer_types": types_of(config.kinds)}
     fields = mixed | {
@@ -174,10 +190,14 @@ def experts_fields(config: ModelConfig) -> dict[str, Any]:
             "num_local_experts": experts.num_experts,
             "num_experts_per_tok": experts.num_used,
         }
-    return {
+    fields = {
         "num_experts": experts.num_experts,
         "num_experts_per_tok": experts.num_used,
         "moe_intermediate_size": experts.width,
+    }
+    if experts.has_shared_gate:
+        return fields | {"shared_expert_intermediate_size": experts.shared_width}
+    return fields | {
         "norm_topk_prob": experts.renormalises,
         "mlp_only_layers": [i for i, kind in enumerate(config.kinds) if kind.has_mlp],
     }
@@ -197,6 +217,31 @@ def gemma3_fields(config: ModelConfig) -> dict[str, Any]:
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": round(config.head_dim / config.query_scale**2),
         "layer_types": types_of(config.kinds),
+    }
+
+
+def hybrid_fields(config: ModelConfig) -> dict[str, Any]:
+    """Of Qwen3.5, whose rotary embedding is of a share of a head's dimensions."""
+    rotated = config.rope.rotary_dim or config.head_dim
+    fields: dict[str, Any] = {}
+    for mixer in config.mixers:  # which are alike
+        assert isinstance(mixer, LinearAttention), "others are only planned"
+        fields = {
+            "linear_num_key_heads": mixer.num_key_heads,
+            "linear_num_value_heads": mixer.num_value_heads,
+            "linear_key_head_dim": mixer.key_dim,
+            "linear_value_head_dim": mixer.value_dim,
+            "linear_conv_kernel_dim": mixer.kernel,
+        }
+    return fields | {
+        "rope_parameters": {
+            "rope_type": "default",
+            **(scaling_fields(config.rope) or {}),
+            "rope_theta": config.rope.theta,
+            "partial_rotary_factor": rotated / config.head_dim,
+        },
+        "layer_types": [FULL if kind.mixer is None else LINEAR for kind in config.kinds],
+        "mtp_num_hidden_layers": config.num_mtp_layers,
     }
 
 
