@@ -150,13 +150,29 @@ def write_one_file(
     flag: str, directory: Path, out: Path, dtype: str | None, quantize: str | None
 ) -> None:
     from magicdec.model.checkpoint.convert import convert, find_checkpoint, quantized
+    from magicdec.model.checkpoint.mtp_weights import stored_mtp_head
+    from magicdec.model.checkpoint.source import ModelSource
     from magicdec.output.console import make_progress
 
     source = find_checkpoint(flag, directory)
+    head: ModelSource | None = None
+    try:
+        head = stored_mtp_head(source)
+    except ValueError as error:  # of a head that no run serves either
+        print(f"{directory}: its head for multi-token prediction is not written: {error}")
+    mtp_config = None if head is None else head.config
     if quantize is not None:
-        source = quantized(source, quantize)
-    with make_progress(True).task(f"writing {out.name}", len(source.tensors)) as advance:
-        tensors = convert(source, out, dtype, lambda name: advance(), widens=quantize is None)
+        source = quantized(source, quantize, mtp_config)
+    count = len(source.tensors) + (0 if head is None else len(head.tensors))
+    with make_progress(True).task(f"writing {out.name}", count) as advance:
+        tensors = convert(
+            source,
+            out,
+            dtype,
+            lambda name: advance(),
+            widens=quantize is None,
+            mtp_head=mtp_config,
+        )
     dtypes = sorted({tensor.dtype for tensor in tensors.values()})
     print(
         f"{out}: {len(tensors)} tensors, {' and '.join(dtypes)}, "

@@ -331,8 +331,8 @@ def test_a_model_without_a_head_is_refused(
 
 
 CONTRADICTIONS = {
-    "config says none": ({"mtp_num_hidden_layers": 0}, {}, "are 1 layers .* config.json says 0"),
-    "config says two": ({"mtp_num_hidden_layers": 2}, {}, "are 1 layers .* config.json says 2"),
+    "config says none": ({"mtp_num_hidden_layers": 0}, {}, "are 1 layers .* its config says 0"),
+    "config says two": ({"mtp_num_hidden_layers": 2}, {}, "are 1 layers .* its config says 2"),
     "two layers": (
         {"mtp_num_hidden_layers": 2},
         {"mtp.layers.1.input_layernorm.weight": torch.ones(48)},

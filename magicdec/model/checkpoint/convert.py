@@ -35,7 +35,14 @@ from magicdec.model.checkpoint.weight_files import (
     WeightSource,
     row_spans,
 )
-from magicdec.model.checkpoint.weight_map import Piece, find_pieces, matrix_pieces, untie_head
+from magicdec.model.checkpoint.weight_map import (
+    Piece,
+    expected_shapes,
+    find_pieces,
+    matrix_pieces,
+    untie_head,
+)
+from magicdec.model.config import ModelConfig
 from magicdec.model.families.config_keys import FOREIGN
 from magicdec.model.families.hf_config import to_hf_config
 from magicdec.model.gguf.file import read_gguf
@@ -75,18 +82,19 @@ def find_checkpoint(flag: str, directory: Path) -> ModelSource:
     return find_model(flag, str(directory.resolve()))  # never a packaged model of that name
 
 
-def quantized(source: ModelSource, name: str) -> ModelSource:
-    """The source with its matrices in the format of that name. Raises ValueError for a matrix that
-    its groups do not divide."""
+def quantized(source: ModelSource, name: str, mtp_head: ModelConfig | None) -> ModelSource:
+    """The source with its matrices, and those of its head for multi-token prediction, in the format
+    of that name. Raises ValueError for a matrix that its groups do not divide."""
     quantizer: Quantizer = load_named(QUANTIZERS, name)
     config = untie_head(source.config)
-    odd = next((p for p in matrix_pieces(config) if not quantizer.divides(p.width)), None)
+    pieces = matrix_pieces(config) + ([] if mtp_head is None else matrix_pieces(mtp_head))
+    odd = next((piece for piece in pieces if not quantizer.divides(piece.width)), None)
     if odd is not None:
         raise ValueError(
             f"--quantize {name}: groups of {quantizer.least_group} do not divide the "
             f"{odd.width} inputs of {odd.name}; leave it out"
         )
-    weights = QuantizedWeights(source.weights, source.config, quantizer)
+    weights = QuantizedWeights(source.weights, source.config, quantizer, mtp_head)
     return replace(source, config=config, weights=weights)
 
 
@@ -96,9 +104,10 @@ def convert(
     dtype: str | None,
     progress: Callable[[str], None] = lambda name: None,
     widens: bool = True,
+    mtp_head: ModelConfig | None = None,
 ) -> Tensors:
-    """Write the model's tensors to `out` (`.safetensors` or `.pth`), with a manifest. Returns
-    the tensors written.
+    """Write the model's tensors, and those of its head for multi-token prediction with the config
+    `mtp_head`, to `out` (`.safetensors` or `.pth`), with a manifest. Returns the tensors written.
 
     `dtype` None keeps stored dtypes, and numbers in groups. `widens`: a dtype is that of matrices
     in groups too. `progress` gets tensor names.
@@ -109,6 +118,10 @@ def convert(
             unchanged.
     """
     tensors = source.tensors
+    pieces = find_pieces(source.config)
+    if mtp_head is not None:
+        tensors |= {name: source.weights.tensors[name] for name in expected_shapes(mtp_head)}
+        pieces |= find_pieces(mtp_head)
     files = {tensor.file for tensor in tensors.values()}
     if out.exists() and any(file is not None and file.samefile(out) for file in files):
         raise ValueError(f"{FLAG} {out} is a file of the checkpoint to convert; name another file")
@@ -128,7 +141,6 @@ def convert(
             "name a file in another directory"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    pieces = find_pieces(source.config)
     parts = {
         name: parts_of(pieces[name], tensor, source.weights.input_order(name) is not None)
         for name, tensor in tensors.items()

@@ -22,31 +22,54 @@ def find_mtp_head(flag: str, target: ModelSource) -> ModelSource:
         ValueError: the checkpoint has none, one of several layers, or not that of its config.
     """
     model = target.config
-    names = [name for name in target.weights.tensors if name.startswith(MTP_PREFIX)]
     if target.is_random and model.num_mtp_layers:
         config = model.mtp_config()
         random = RandomWeights(expected_shapes(config))
         return replace(target, config=config, weights=random, tokenizer_path=None)
-    if not names:
+    num_layers = check_mtp_layers(target)
+    if num_layers == 0:
         raise ValueError(
             f"{flag}: {target.name} has no head for multi-token prediction (tensors "
             f"{MTP_PREFIX}*); {OTHERS}"
         )
-    found = {int(match[1]) for match in map(LAYER.match, names) if match is not None}
-    where = target.weights.where(names[0])
-    if len(found) != model.num_mtp_layers:
+    if num_layers > 1:
         raise ValueError(
-            f"{where}: {MTP_PREFIX}* are {len(found)} layers for multi-token prediction, but "
-            f"config.json says {model.num_mtp_layers} (mtp_num_hidden_layers or "
-            "num_nextn_predict_layers); correct it"
-        )
-    if len(found) > 1:
-        raise ValueError(
-            f"{flag}: the head of {target.name} has {len(found)} layers, and only one is served; "
+            f"{flag}: the head of {target.name} has {num_layers} layers, and only one is served; "
             f"{OTHERS}"
         )
-    config = model.mtp_config()
-    weights = only_tensors(target.weights, names)
+    return checked_head(target)
+
+
+def stored_mtp_head(target: ModelSource) -> ModelSource | None:
+    """The head of `target`, of any number of layers, None without one. Raises ValueError if it is
+    not that of its config."""
+    return checked_head(target) if check_mtp_layers(target) else None
+
+
+def mtp_tensors(target: ModelSource) -> list[str]:
+    return [name for name in target.weights.tensors if name.startswith(MTP_PREFIX)]
+
+
+def check_mtp_layers(target: ModelSource) -> int:
+    """The number of a head's layers in a checkpoint, which the config must say too, if it has
+    any."""
+    model = target.config
+    names = mtp_tensors(target)
+    if not names:
+        return 0
+    found = {int(match[1]) for match in map(LAYER.match, names) if match is not None}
+    if len(found) != model.num_mtp_layers:
+        raise ValueError(
+            f"{target.weights.where(names[0])}: {MTP_PREFIX}* are {len(found)} layers for "
+            f"multi-token prediction, but its config says {model.num_mtp_layers} "
+            "(mtp_num_hidden_layers, num_nextn_predict_layers or nextn_predict_layers); correct it"
+        )
+    return len(found)
+
+
+def checked_head(target: ModelSource) -> ModelSource:
+    config = target.config.mtp_config()
+    weights = only_tensors(target.weights, mtp_tensors(target))
     check_weights(config, weights)
     return replace(target, config=config, weights=weights, tokenizer_path=None)
 

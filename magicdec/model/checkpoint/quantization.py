@@ -59,17 +59,25 @@ def with_head(source: WeightSource, config: ModelConfig) -> WeightSource:
 
 
 class QuantizedWeights(WeightSource):
-    """A source that quantises matrices while it is read. Values do not depend on slices. Raises
-    WeightsRefused for infinities or NaN."""
+    """A source that quantises matrices while it is read, also those of a head for multi-token
+    prediction with the config `mtp_head`. Values do not depend on slices. Raises WeightsRefused for
+    infinities or NaN."""
 
-    def __init__(self, source: WeightSource, config: ModelConfig, quantizer: Quantizer) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        config: ModelConfig,
+        quantizer: Quantizer,
+        mtp_head: ModelConfig | None = None,
+    ) -> None:
         super().__init__(source.path)
         self._source = with_head(source, config)
         self._quantizer = quantizer
-        untied = untie_head(config)
-        self.tensors = {name: self._source.tensors[name] for name in expected_shapes(untied)}
+        configs = [untie_head(config), *([] if mtp_head is None else [mtp_head])]
+        names = [name for part in configs for name in expected_shapes(part)]
+        self.tensors = {name: self._source.tensors[name] for name in names}
         # Matrices with their stored shapes, and whether these are [in, out].
-        self._matrices = {piece.name: piece for piece in matrix_pieces(untied)}
+        self._matrices = {piece.name: piece for part in configs for piece in matrix_pieces(part)}
         for name, piece in self._matrices.items():
             kind = quantizer.format(piece.width)
             file = self._source.tensors[name].file

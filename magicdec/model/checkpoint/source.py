@@ -5,7 +5,6 @@ by file headers, before loading.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -348,7 +347,7 @@ def bytes_in_groups(
         is_matrix = parameter.endswith(".weight") and len(pieces[0].full_shape) == 2
         if not is_matrix or NO_MATRIX.search(parameter) or not counts(parameter):
             continue
-        size = sum(math.prod(piece.full_shape) for piece in pieces)
+        size = sum((piece.rows[1] - piece.rows[0]) * piece.width for piece in pieces)
         count += size
         if not are_in_groups(pieces, whole):
             continue

@@ -214,7 +214,7 @@ def hybrid_fields(file: GgufFile, own: Keys, known: HfFields) -> HfFields:
     num_mtp_layers = own.get("nextn_predict_layers", 0)
     if not 0 <= num_mtp_layers < num_blocks:
         raise ValueError(
-            f"nextn_predict_layers {num_mtp_layers} is not among block_count {num_blocks}"
+            f"nextn_predict_layers {num_mtp_layers} of block_count {num_blocks} leave no layers"
         )
     num_layers = num_blocks - num_mtp_layers
     behind = {int(found[1]) for name in file.tensors if (found := NEXTN.match(name))}

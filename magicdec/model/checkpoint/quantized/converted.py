@@ -39,6 +39,8 @@ def converted(source: WeightSource, config: ModelConfig) -> WeightSource:
     """The source with the weights of matrices that are stored in groups. Raises ValueError for
     tensors that are not those of one."""
     pieces = find_pieces(untie_head(config))
+    if config.num_mtp_layers:
+        pieces |= find_pieces(config.mtp_config())
     matrices: dict[str, QuantizedMatrix] = {}
     for name in source.tensors:
         module, _, leaf = name.rpartition(".")
