@@ -239,6 +239,7 @@ def head_parameters(head: PlainMtpHead) -> list[tuple[str, Tensor]]:
     ]
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("types", [(Type.F32,), (Type.F16,), MIXED], ids=["F32", "F16", "blocks"])
 @pytest.mark.parametrize("architecture", MODELS)
 def test_a_model_computes_as_transformers(
@@ -464,6 +465,7 @@ def test_a_file_without_a_head_drafts_nothing_with_it(tmp_path: Path) -> None:
             find_mtp_head("--draft mtp", source)
 
 
+@pytest.mark.narrow(3)
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 @pytest.mark.parametrize("form", ["file", "directory"])
 def test_a_head_is_converted_with_its_model(
@@ -514,6 +516,7 @@ def test_a_head_that_is_not_that_of_its_config_is_left_out_with_a_word(
 # --- comparisons, plans and files that lie ---
 
 
+@pytest.mark.narrow(2)
 @pytest.mark.parametrize("fault", ["none", "order of heads", "decay", "norms"])
 def test_a_file_is_compared_with_transformers(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

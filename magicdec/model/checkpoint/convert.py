@@ -82,7 +82,7 @@ def find_checkpoint(flag: str, directory: Path) -> ModelSource:
     return find_model(flag, str(directory.resolve()))  # never a packaged model of that name
 
 
-def quantized(source: ModelSource, name: str, mtp_head: ModelConfig | None) -> ModelSource:
+def quantized(source: ModelSource, name: str, mtp_head: ModelConfig | None = None) -> ModelSource:
     """The source with its matrices, and those of its head for multi-token prediction, in the format
     of that name. Raises ValueError for a matrix that its groups do not divide."""
     quantizer: Quantizer = load_named(QUANTIZERS, name)

@@ -6,6 +6,7 @@ from faults.fault import Fault, Property
 
 FILE = "test_gguf_families.py::"
 WEIGHTS = "model/checkpoint/gguf_weights.py"
+TENSORS = "model/checkpoint/gguf_tensors.py"
 KEYS = "model/families/gguf_architectures.py"
 
 PROPERTIES = (
@@ -15,15 +16,15 @@ PROPERTIES = (
         (
             Fault(
                 "each expert the first",
-                WEIGHTS,
+                TENSORS,
                 "offset=tensor.offset + number * size",
                 "offset=tensor.offset",
             ),
             Fault(
                 "gate in place of up",
-                WEIGHTS,
-                '"ffn_gate_exps": gate, "ffn_up_exps": up',
-                '"ffn_gate_exps": up, "ffn_up_exps": gate',
+                TENSORS,
+                '"ffn_gate_exps": [gate]',
+                '"ffn_gate_exps": [up]',
             ),
         ),
     ),
@@ -33,13 +34,13 @@ PROPERTIES = (
         (
             Fault(
                 "an offset that stays",
-                WEIGHTS,
-                "return self._norm_offset if name.endswith(NORM) else 0.0",
-                "return 0.0",
+                TENSORS,
+                "offset=self.names.norm_offset if has_offset else 0.0",
+                "offset=0.0",
             ),
             Fault(
                 "the norm before the MLP after attention",
-                WEIGHTS,
+                TENSORS,
                 "mlp_norm: names.mlp_norm,",
                 "mlp_norm: names.post_attention_norm,",
             ),
@@ -107,8 +108,8 @@ PROPERTIES = (
             Fault(
                 "a router in groups",
                 WEIGHTS,
-                "numbers = None if name.endswith(self._router) else format_of(tensor)",
-                "numbers = format_of(tensor)",
+                "numbers = None if name.endswith(self._never_in_groups) else format_of(placed)",
+                "numbers = format_of(placed)",
             ),
             Fault(
                 "a router that is counted among the matrices",

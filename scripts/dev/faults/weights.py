@@ -56,27 +56,27 @@ PROPERTIES = (
         (
             Fault(
                 "q and k in the order of the file",
-                "model/checkpoint/gguf_weights.py",
-                "permuted = PERMUTED if architecture.is_permuted else ()",
-                "permuted = ()",
+                "model/checkpoint/gguf_tensors.py",
+                "is_permuted = self.architecture.is_permuted and",
+                "is_permuted = False and",
             ),
             Fault(
                 "q and k permuted once more",
-                "model/checkpoint/gguf_weights.py",
+                "model/checkpoint/gguf_tensors.py",
                 "reshape(-1, head_dim // 2, 2)",
                 "reshape(-1, 2, head_dim // 2)",
             ),
             Fault(
                 "biases of q and k in the order of the file",
                 "model/checkpoint/gguf_weights.py",
-                "whole = whole[unpermuted(len(whole), self._head_dim)]",
-                "pass",
+                "(whole if placed.rows is None else whole[placed.rows])[rows]",
+                "whole[rows]",
             ),
             Fault(
                 "rows of a head from its first one on",
                 "model/checkpoint/gguf_weights.py",
-                "size)[first - start : last - start]",
-                "size)[: last - first]",
+                "placed.rows[first:last]",
+                "placed.rows[: last - first]",
             ),
             Fault(
                 "scales of the groups one before",
