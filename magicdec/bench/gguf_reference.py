@@ -77,14 +77,14 @@ def values_of(files: Sequence[Path], names: Iterable[str]) -> dict[str, Tensor]:
             values = values - np.float32(1)
         if LINEAR in name:
             sizes = {key: int(fields[f"{architecture}.ssm.{key}"].contents()) for key in HEADS}
-            values = of_linear_attention(values, name, sizes, architecture in TILED)
+            values = linear_values(values, name, sizes, architecture in TILED)
         if name.endswith("shared_expert_gate.weight"):
             values = values.reshape(1, -1)
         found[name] = torch.from_numpy(np.require(values, requirements=["C", "W"]))
     return found
 
 
-def of_linear_attention(
+def linear_values(
     values: NDArray[np.float32], name: str, sizes: dict[str, int], is_tiled: bool
 ) -> NDArray[np.float32]:
     """A tensor as Hugging Face has it. Those with value heads are written with dimensions for key

@@ -252,7 +252,7 @@ def test_a_model_computes_as_transformers(
     check_logits(path, model)
 
 
-def of_checkpoint(folder: Path, architecture: str, model: Any) -> dict[str, Tensor]:
+def checkpoint_tensors(folder: Path, architecture: str, model: Any) -> dict[str, Tensor]:
     """The tensors of a saved model by Qwen3.5's names, under which those of Qwen3-Next are read
     too: q, k, v, z and the two rates are apart there."""
     model.save_pretrained(folder)
@@ -281,7 +281,7 @@ def test_tensors_are_those_of_the_checkpoint(architecture: str, tmp_path: Path) 
     path = tmp_path / "model.gguf"
     model = a_model(architecture)
     save(path, architecture, model)
-    theirs = of_checkpoint(tmp_path, architecture, model)
+    theirs = checkpoint_tensors(tmp_path, architecture, model)
     ours = find_model("--model", str(path))
     assert ours.tensors.keys() == theirs.keys()
     by_gguf = values_of([path], ours.tensors)
@@ -529,7 +529,7 @@ def test_a_file_is_compared_with_transformers(
     if fault == "order of heads":
         monkeypatch.setattr(LinearOrders, "values", lambda o, size: np.arange(8 * size))
     elif fault == "decay":
-        monkeypatch.setattr(LinearOrders, "of", as_stored)
+        monkeypatch.setattr(LinearOrders, "parts", as_stored)
     elif fault == "norms":
         monkeypatch.setattr(Placing, "plain", lambda *a: replace(plain(*a), offset=0.0))
     check = check_model(str(path), 1e-9)
@@ -537,7 +537,7 @@ def test_a_file_is_compared_with_transformers(
     assert any("on the dequantised weights as gguf 0." in line for line in check.lines)
 
 
-LINEAR_PARTS = LinearOrders.of
+LINEAR_PARTS = LinearOrders.parts
 
 
 def as_stored(orders: LinearOrders, part: str, tensor: GgufTensor) -> dict[str, PlacedTensor]:

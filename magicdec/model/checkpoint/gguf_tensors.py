@@ -68,7 +68,7 @@ def placed_tensors(file: GgufFile, config: ModelConfig) -> Placed:
     for name, tensor in file.tensors.items():
         if name == ROPE_DIVISORS:
             continue
-        own = placing.of(name, tensor)
+        own = placing.place(name, tensor)
         if twice := found.keys() & own.keys():
             raise ValueError(f"{file.path}: tensor {name} has {min(twice)} once more; {AGAIN}")
         found |= own
@@ -85,7 +85,7 @@ class Placing:
         is_tiled = self.architecture.has_tiled_heads
         self.linear = LinearOrders(mixer, is_tiled) if isinstance(mixer, LinearAttention) else None
 
-    def of(self, name: str, tensor: GgufTensor) -> Placed:
+    def place(self, name: str, tensor: GgufTensor) -> Placed:
         match = BLOCK.match(name)
         if match is None:
             return {hf_name(name, self.names): self.plain(name, tensor)}
@@ -99,10 +99,10 @@ class Placing:
                 return {f"{MTP_PREFIX}{theirs}.{leaf}": self.plain(name, tensor)}
         prefix = names.layer.format(layer)
         if self.linear is not None and part in self.linear.sizes:
-            parts = self.in_linear_attention(name, part, tensor, self.linear)
+            parts = self.linear_parts(name, part, tensor, self.linear)
             return {f"{prefix}{names.linear}{theirs}": placed for theirs, placed in parts.items()}
         if self.config.experts is not None and STACKED.match(name):
-            return self.of_experts(prefix, names, part, leaf, tensor)
+            return self.expert_parts(prefix, names, part, leaf, tensor)
         if part == SHARED_GATE and len(tensor.shape) == 1:
             tensor = replace(tensor, shape=(1, *tensor.shape))
         return {
@@ -118,7 +118,7 @@ class Placing:
             rows = unpermuted(tensor.shape[0], size)
         return PlacedTensor(tensor, rows, offset=self.names.norm_offset if has_offset else 0.0)
 
-    def of_experts(
+    def expert_parts(
         self, prefix: str, names: Names, part: str, leaf: str, tensor: GgufTensor
     ) -> Placed:
         """Each expert's matrix, or its bias; of a tensor of gates and ups, both."""
@@ -138,7 +138,7 @@ class Placing:
             for matrix, rows in zip(theirs, own_rows, strict=True)
         }
 
-    def in_linear_attention(
+    def linear_parts(
         self, name: str, part: str, tensor: GgufTensor, orders: LinearOrders
     ) -> Placed:
         """The tensors of linear attention, by the ends of their names. Sizes are compared before
@@ -150,7 +150,7 @@ class Placing:
                 f"{self.path}: tensor {name} has shape {tensor.shape}, but the keys ssm.* make "
                 f"{size} in place of {stored_size}; {AGAIN}"
             )
-        return orders.of(part, tensor)
+        return orders.parts(part, tensor)
 
 
 class LinearOrders:
@@ -180,7 +180,7 @@ class LinearOrders:
             "ssm_out": values,
         }
 
-    def of(self, part: str, tensor: GgufTensor) -> Placed:
+    def parts(self, part: str, tensor: GgufTensor) -> Placed:
         if part == "ssm_in":
             qkv, z = self.by_key_head()
             return {
