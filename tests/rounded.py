@@ -1,6 +1,7 @@
 """The numbers that a KV cache of codes has, by its definition."""
 
 import torch
+from scipy.linalg import hadamard
 from torch import Tensor
 
 CODES = [torch.int8, torch.uint8]  # of pools: int8, and int4, two in a byte
@@ -23,8 +24,20 @@ def as_int4(numbers: Tensor) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def as_stored(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers [..., D] as a pool of this dtype has them, by the definition."""
-    if dtype in CODES:
-        return as_int8(numbers) if dtype == torch.int8 else as_int4(numbers)
-    return numbers
+def as_int4_keys(numbers: Tensor) -> Tensor:
+    """Keys [..., D], of which a Hadamard transform of each 16 dimensions is rounded as by
+    `as_int4`, float32."""
+    filling = -numbers.shape[-1] % 16
+    whole = torch.nn.functional.pad(numbers.double(), (0, filling)).unflatten(-1, (-1, 16))
+    matrix = torch.from_numpy(hadamard(16)).double()
+    rounded = as_int4((whole @ matrix).flatten(-2).float()).double().unflatten(-1, (-1, 16))
+    return (rounded @ matrix / 16).flatten(-2)[..., : numbers.shape[-1]].float()
+
+
+def as_stored(numbers: Tensor, dtype: torch.dtype, are_keys: bool = False) -> Tensor:
+    """Numbers [..., D], values if not keys, as a pool of this dtype has them, by the definition."""
+    if dtype not in CODES:
+        return numbers
+    if dtype == torch.int8:
+        return as_int8(numbers)
+    return as_int4_keys(numbers) if are_keys else as_int4(numbers)

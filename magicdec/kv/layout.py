@@ -199,12 +199,15 @@ class Int8Tiled(CodedTiled):
 
 GROUP = 32  # dimensions that share a scale of int4 codes; the last ones of a head may be fewer
 GROUP_BYTES = GROUP // 2 + 2
+MIXED = 16  # dimensions of a key that are transformed together, before they are rounded
 
 
 class Int4Tiled(CodedTiled):
     """int4 codes from -8 to 7, two in a byte of uint8 pools, with a bfloat16 scale for each GROUP
     of dimensions of the K and V of each token and head, which maps its number of the largest
-    magnitude to -8, as `--draft_weights int4` does (attention/cpp/native_int4.h).
+    magnitude to -8, as `--draft_weights int4` does (attention/cpp/native_int4.h). The codes of a
+    key are of its Walsh-Hadamard transform in parts of MIXED dimensions, which spreads outliers
+    (QuaRot, arXiv 2404.00456, section 4.2).
 
     Byte i of a group has dimension i in its low half and 16 + i in its high one. Heads are filled
     up with zeros to whole groups, so that more dimensions are read than were written."""
@@ -214,6 +217,12 @@ class Int4Tiled(CodedTiled):
 
     def code_bytes(self, token_size: int) -> int:
         return token_size // GROUP_BYTES * GROUP // 2
+
+    def write_keys(self, pool: Tensor, slots: Tensor, entries: Tensor) -> None:
+        super().write_keys(pool, slots, _mixed(entries.float()))
+
+    def read_keys(self, pool: Tensor, slots: Tensor) -> Tensor:
+        return _mixed(super().read_keys(pool, slots)) / MIXED
 
     def encode(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         filled = F.pad(numbers, (0, -numbers.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
@@ -236,6 +245,18 @@ class Int4Tiled(CodedTiled):
     def fill_randomly(self, pool: Tensor, generator: torch.Generator) -> None:
         pool.random_(0, 256, generator=generator)
         self.scales(pool).fill_(3 / 8)
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """The Walsh-Hadamard transform of each MIXED of the dimensions [..., D], filled up with zeros;
+    its own inverse but for a factor MIXED."""
+    parts = F.pad(numbers, (0, -numbers.shape[-1] % MIXED)).unflatten(-1, (-1, MIXED))
+    half = 1
+    while half < MIXED:
+        a, b = parts.unflatten(-1, (-1, 2, half)).unbind(-2)
+        parts = torch.stack([a + b, a - b], dim=-2).flatten(-3)
+        half *= 2
+    return parts.flatten(-2)
 
 
 def _byte_tiles(pool: Tensor) -> Tensor:

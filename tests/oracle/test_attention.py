@@ -147,7 +147,7 @@ def test_native_splits_long_rows_and_returns_the_log_sum_exp(
     cache, k, v = fill(backend, 2, 64, [length] * 2, dtype, length + num_new, layers=1)
     view = make_view(cache, range(2), FullKV(), num_new)
     case = BackendCase(view, torch.randn(2, num_new, 8, 64).to(k.dtype), k, v)
-    read = as_stored(k, dtype), as_stored(v, dtype)
+    read = as_stored(k, dtype, are_keys=True), as_stored(v, dtype)
     for out, lse, *qkv in zip(*case.run(backend, "run_with_lse"), case.q, *read, strict=True):
         exact = exact_attention(*qkv)
         # Halves of a scale may be rounded either way.

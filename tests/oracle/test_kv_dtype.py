@@ -30,7 +30,7 @@ class RoundedCache(DynamicCache):
         self.codes = codes
 
     def update(self, key: Tensor, value: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-        rounded = as_stored(key, self.codes), as_stored(value, self.codes)
+        rounded = as_stored(key, self.codes, are_keys=True), as_stored(value, self.codes)
         found: tuple[Tensor, Tensor] = super().update(*rounded, *more)
         return found
 

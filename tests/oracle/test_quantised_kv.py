@@ -79,8 +79,8 @@ class ExactModel:
             for layer in range(self.config.num_layers)
         ]
         rounded = [
-            [as_stored(x[0], self.codes).double() for x in part]
-            for part in zip(*pairs, strict=True)
+            [as_stored(x[0], self.codes, are_keys).double() for x in part]
+            for part, are_keys in zip(zip(*pairs, strict=True), (True, False), strict=True)
         ]
         return RoundedText(self, *rounded)
 
@@ -89,8 +89,8 @@ class ExactModel:
         windows = [kind.window for kind in self.config.kinds]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for numbers, new in ((text.keys, k), (text.values, v)):
-                rounded = as_stored(new[0].transpose(0, 1), self.codes).double()
+            for numbers, new, are_keys in ((text.keys, k, True), (text.values, v, False)):
+                rounded = as_stored(new[0].transpose(0, 1), self.codes, are_keys).double()
                 numbers[layer] = torch.cat([numbers[layer], rounded], 1)
             first = max(0, position + 1 - (windows[layer] or position + 1))
             keys, values = (x[layer][:, first:] for x in (text.keys, text.values))

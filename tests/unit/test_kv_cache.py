@@ -101,9 +101,10 @@ def test_a_cache_of_codes_rounds_to_the_scales_of_a_token_and_head(
     k[0, 5] = 0
     v[1, 7, 2] = 0
     cache.write(1, slots, k, v)
-    for written, found in zip((k, v), cache.read(1, slots), strict=True):
-        numbers = written.transpose(1, 2)
-        torch.testing.assert_close(found, as_stored(numbers, dtype), rtol=1e-6, atol=0)
+    pairs = zip((k, v), cache.read(1, slots), (True, False), strict=True)
+    for written, found, are_keys in pairs:
+        expected = as_stored(written.transpose(1, 2), dtype, are_keys)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6 * are_keys)
     whole = cache.slots(rows, torch.arange(128).expand(2, -1))
     untouched = torch.ones(2, 128, dtype=torch.bool)
     untouched[rows.unsqueeze(1), places] = False

@@ -2,11 +2,17 @@
 // for each GROUP_SIZE dimensions of its key and of its value, so that appending or removing a token changes no other. As
 // with int8, codes are widened in registers, and queries and sums are never quantised.
 //
+// A key is stored as sums and differences of its dimensions, of each MIXED a Walsh-Hadamard transform: what a few dimensions
+// have of large numbers is spread over all, so that the others keep more of their bits. Scores are those of queries that are
+// transformed likewise and divided by MIXED.
+//
 // A tile of TILE tokens of a head (Int4Tiled of kv/layout.py) has TILE * TOKEN_BYTES bytes of codes, then the scales
 // [GROUPS][TILE]. Byte i of a group has dimension i in its low half and HALF + i in its high one. An entry holds four bytes
 // of a key, [four bytes][token], or a byte of four values, [four tokens][byte].
 constexpr int GROUP_SIZE = 32, HALF = GROUP_SIZE / 2, GROUPS = (HEAD_SIZE + GROUP_SIZE - 1) / GROUP_SIZE;
 constexpr int TOKEN_BYTES = GROUPS * HALF;
+constexpr int MIXED = 16;
+static_assert(HEAD_SIZE % MIXED == 0);
 constexpr int64_t INT4_CODES = TILE * TOKEN_BYTES, INT4_TILE = INT4_CODES + 2 * TILE * GROUPS;
 // Whether the bytes of a group have two dimensions: the last group of a head may be half as long.
 constexpr bool has_high(int group) { return HEAD_SIZE % GROUP_SIZE == 0 || group + 1 < GROUPS; }
@@ -37,8 +43,22 @@ COMPILED_ALONE void to_nibbles(const S* from, uint8_t* bytes, bfloat16* scales) 
     }
 }
 
+// In place, in the order of Int4Tiled, whose sums have the same bits.
+COMPILED_ALONE inline void mix(float* numbers) {
+    for (int half = 1; half < MIXED; half *= 2)
+        for (int from = 0; from < HEAD_SIZE; from += 2 * half)
+            for (int i = from; i < from + half; ++i) {
+                const float a = numbers[i], b = numbers[i + half];
+                numbers[i] = a + b, numbers[i + half] = a - b;
+            }
+}
+
 struct NibblePools {
     using Pool = uint8_t;
+    static void mix_query(float* q) {
+        mix(q);
+        for (int d = 0; d < HEAD_SIZE; ++d) q[d] *= 1.0f / MIXED;
+    }
     static NibbleTile at(const Pool* k_pool, const Pool* v_pool, int64_t slot, int64_t count) {
         const Pool *keys = k_pool + slot / TILE * INT4_TILE, *values = v_pool + slot / TILE * INT4_TILE;
         const int64_t lane = slot % TILE, vector = lane / LANES * LANES, low = lane - vector, high = low + count;
@@ -53,7 +73,10 @@ struct NibblePools {
         const int64_t tile = slot / TILE * INT4_TILE, lane = slot % TILE;
         uint8_t bytes[TOKEN_BYTES];
         bfloat16 scales[GROUPS];
-        to_nibbles(k, bytes, scales);
+        float key[HEAD_SIZE];
+        for (int d = 0; d < HEAD_SIZE; ++d) key[d] = to_float(k[d]);
+        mix(key);
+        to_nibbles(key, bytes, scales);
         for (int i = 0; i < TOKEN_BYTES; i += 4) std::memcpy(k_pool + tile + i * TILE + lane * 4, bytes + i, 4);
         put_scales(scales, k_pool + tile, lane);
         to_nibbles(v, bytes, scales);

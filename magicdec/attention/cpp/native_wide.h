@@ -120,6 +120,7 @@ template <typename Tiles, typename Pools>
 struct WideProducts : Pools {
     using Left = float;
     static constexpr bool has_registers = false;
+    static void mix_query(float*) {}  // keys are stored as they are
 
     template <int N, int C, typename AnyTile>
     void score(const float* q, const AnyTile& tile, int64_t ahead, float* scores) const {
@@ -291,6 +292,7 @@ struct WideKernel : Tiles {
     template <typename S>
     static void stage(const S* from, Query* to) {
         for (int d = 0; d < HEAD_SIZE; ++d) to[d] = to_float(from[d]);
+        Tiles::mix_query(to);
     }
     static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const Pool* k_pool, const Pool* v_pool,
                           const Query* q, Scratch& scratch, float* maximum, float* total, float* acc, const Mass& mass) {
