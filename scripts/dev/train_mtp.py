@@ -68,6 +68,7 @@ class MtpTrainer:
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=plan.lr, betas=BETAS, weight_decay=0.0
         )
+        self.step_weights = STEP_DECAY ** torch.arange(plan.num_chain_steps)
         self.num_steps = 0
 
     def step(self) -> tuple[list[float], list[float]]:
@@ -81,7 +82,7 @@ class MtpTrainer:
         for _ in range(plan.rows):
             ids = self.windows.draw(rng, plan.length + plan.num_chain_steps)
             losses, right = self.chain(torch.from_numpy(ids)[None])
-            total = sum(loss * STEP_DECAY**t for t, loss in enumerate(losses))
+            total = (torch.stack(losses) * self.step_weights).sum()
             (total / plan.rows).backward()
             found += np.array([[loss.item() for loss in losses], right]) / plan.rows
         torch.nn.utils.clip_grad_norm_(self.parameters, MOST_GRADIENT)
@@ -148,8 +149,10 @@ def begin_as_last_layer(head: MtpHead, target: Transformer) -> None:
     head.blocks[0].load_state_dict(target.blocks[-1].state_dict())
     head.norm.load_state_dict(target.norm.state_dict())
     width = target.config.hidden_size
-    head.projection.weight[:, :width].normal_(std=0.02 * width**-0.5)
-    head.projection.weight[:, width:].copy_(torch.eye(width))
+    projection = head.projection.weight
+    assert isinstance(projection, Tensor), "it is not packed"
+    projection[:, :width].normal_(std=0.02 * width**-0.5)
+    projection[:, width:].copy_(torch.eye(width))
 
 
 def add_to_checkpoint(head: MtpHead, directory: Path) -> None:

@@ -15,6 +15,7 @@ from launches import Operators, compile_apart, record_launches
 from torch import Tensor
 
 from magicdec.model.config import ModelConfig, RopeConfig
+from magicdec.model.elementwise.delta import DeltaTokens, HeldLayer, StatePlaces
 from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.elementwise.triton import TritonElementwise, choose_tile
 from magicdec.model.transformer import Transformer
@@ -147,12 +148,37 @@ def test_a_layer_launches_half_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(longer_after) - sum(after) == 10 * 8
 
 
+def call_delta_steps(device: str, T: int) -> None:
+    """Steps of a layer with linear attention of Qwen3.5-9B's sizes."""
+    G, H, D, E = 16, 32, 128, 128
+
+    def numbers(*size: int) -> Tensor:
+        return torch.empty(size, device=device)
+
+    rows = (torch.empty(2, dtype=torch.int64, device=device) for _ in range(4))
+    held = numbers(4, H, D, E), numbers(4, 9, G, D), numbers(4, 9, H, E), numbers(4, 9, H)
+    new = numbers(2, T, G, D), numbers(2, T, G, D), numbers(2, T, H, E)
+    tokens = DeltaTokens(
+        numbers(2, T, 8192), numbers(8192, 4), numbers(2, T, H), numbers(2, T, H), (G, H, D, E)
+    )
+    OURS.delta_steps(HeldLayer(*held), StatePlaces(*rows), *new, tokens)
+
+
+def test_steps_of_linear_attention_are_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many programs as columns of all states of a row make tiles."""
+    launches = record_launches(monkeypatch)
+    for T in (1, 5):
+        call_delta_steps("meta", T)
+    assert [(launch.kernel, launch.grid) for launch in launches] == [("delta_rows", (64, 4))] * 2
+    assert {launch.options["num_warps"] for launch in launches} == {16}
+
+
 COMPILE = """
 import re
 from collections import defaultdict
 import pytest
 import torch
-from test_elementwise_triton import call_all
+from test_elementwise_triton import call_all, call_delta_steps
 from launches import compile_launch, record_launches, resources
 from magicdec.model.elementwise import triton_kernels
 
@@ -174,6 +200,15 @@ for launch in launches:
             summed = re.search(r'"tt.reduce".*?\\}\\) : \\((.*?)\\)', code, re.S)[1]
             layout = re.search("(?m)^" + re.search("#[a-z0-9]+", summed)[0] + " = (.*)$", code)[1]
             orders[launch.options["WIDTH"], dtype].add(layout)
+launches.clear()
+call_delta_steps("meta", 5)
+for capability in (80, 86, 90):
+    made = compile_launch(triton_kernels.delta_rows, launches[0], capability)
+    numbers = resources(made.asm["cubin"])
+    assert numbers["STACK"] == numbers["LOCAL"] == 0 and numbers["REG"] <= 128, numbers
+    words = re.findall(r"ld\\.global\\.\\S+", made.asm["ptx"])
+    assert any(".v4" in word for word in words), words
+    assert "fma.rn.f32" not in made.asm["ptx"], "a product within a sum has other bits"
 assert len(orders) == 4 and all(len(layouts) == 1 for layouts in orders.values()), orders
 """
 

@@ -37,7 +37,6 @@ from magicdec.model.elementwise.delta import (
     recur_in_chunks,
     write,
 )
-from magicdec.model.elementwise.native import NativeElementwise
 from magicdec.model.transformer import Transformer
 from magicdec.names import ELEMENTWISE, load_named
 from magicdec.output.console import make_progress
@@ -375,8 +374,15 @@ def test_both_forms_are_the_rule(num_new: int) -> None:
     torch.testing.assert_close(chunked, after, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("sizes", [SIZES, (2, 8, 6, 43), (1, 2, 64, 32)], ids=str)
-def test_native_steps_are_those_of_torch(sizes: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        *(("native", sizes) for sizes in (SIZES, (2, 8, 6, 43), (1, 2, 64, 32))),
+        ("triton", (1, 3, 5, 34)),
+    ],
+    ids=str,
+)
+def test_steps_of_kernels_are_those_of_torch(kind: str, sizes: tuple[int, int, int, int]) -> None:
     """Of ragged rows that go back: outputs and all that is kept, beside torch's form in float64,
     which is the rule. With the same bits in a batch and alone."""
     G, H, D, E = sizes
@@ -386,16 +392,18 @@ def test_native_steps_are_those_of_torch(sizes: tuple[int, int, int, int]) -> No
 
     def states(num_rows: int, dtype: torch.dtype = torch.float32, rerun: int = 0) -> LayerStates:
         room = StateRoom(most + rerun, rerun)
-        return LayerStates(shape, 1, num_rows, room, dtype, torch.device("cpu"))
+        return LayerStates(shape, 1, num_rows, room, dtype, device)
 
     def numbers(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator)
+        return torch.randn(size, generator=generator).to(device)
 
-    native = NativeElementwise().delta_steps
+    is_on_gpu = kind == "triton" and torch.cuda.is_available()
+    device = torch.device("cuda" if is_on_gpu else "cpu")
+    steps = load_named(ELEMENTWISE, kind)().delta_steps
     exact, fast, lagging, alone = states(3, torch.float64), states(3), states(3, rerun=5), states(1)
     weight = numbers(shape.channels, 4)
-    rows = torch.tensor([0, 2])
-    lengths = torch.zeros(2, dtype=torch.int64)
+    rows = torch.tensor([0, 2], device=device)
+    lengths = torch.zeros(2, dtype=torch.int64, device=device)
     # All of a prompt stays, and of the most new tokens, which write where those before are read.
     for step, num_new in enumerate((20, most, most, 1, 3, 2, 5, 1, most, 4, most, 2)):
         tokens = DeltaTokens(
@@ -410,22 +418,23 @@ def test_native_steps_are_those_of_torch(sizes: tuple[int, int, int, int]) -> No
         one = replace(tokens, channels=channels[1:], decay=decay[1:], rate=rate[1:])
         at = rows, lengths, lengths, num_new, step == 0
         expected = exact.forward(*at).run(0, wide).float()
-        found = fast.forward(*at, native).run(0, tokens)
-        again = lagging.forward(*at, native).run(0, tokens)
+        found = fast.forward(*at, steps).run(0, tokens)
+        again = lagging.forward(*at, steps).run(0, tokens)
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(again, expected, atol=1e-6, rtol=1e-5)
         for own, true in zip(fast.now.by_layer, exact.now.by_layer, strict=True):
             torch.testing.assert_close(own, true.to(own.dtype), atol=1e-6, rtol=1e-5)
-        lone = torch.tensor([0])
+        lone = torch.tensor([0], device=device)
         if step == 0:  # whose products of matrices have other bits
             alone.copy_prompts(lone, fast, rows[1:], [0])
         else:
             last = lone, lengths[1:], lengths[1:], num_new, False
-            assert torch.equal(alone.forward(*last, native).run(0, one)[0], found[1])
-        is_kept = num_new in (20, most)
-        lengths = lengths + (
-            num_new if is_kept else torch.randint(1, num_new + 1, (2,), generator=generator)
-        )
+            assert torch.equal(alone.forward(*last, steps).run(0, one)[0], found[1])
+        if num_new in (20, most):
+            lengths = lengths + num_new
+        else:
+            kept = torch.randint(1, num_new + 1, (2,), generator=generator)
+            lengths = lengths + kept.to(device)
 
 
 WORKLOAD = "--dtype float32 --dataset demo --prefix_len 70 --gen_len 16 --threads 1 --ignore_eos"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from magicdec.config.capabilities import Requirements
 from magicdec.kernels.build import load_kernels, next_power
+from magicdec.model.elementwise.delta import DeltaTokens, HeldLayer, StatePlaces, slots_of
 from magicdec.model.elementwise.operators import Elementwise
 
 STORAGE = (torch.float32, torch.bfloat16)
@@ -23,6 +24,7 @@ ALIGNED = 16  # elements; with strides in multiples of this Triton emits vectori
 VECTOR = 8  # elements per thread: 16 bytes of bfloat16
 PAIRS = 256  # pairs of elements that a program rotates at most
 GATED = 512  # MLP units per program at most
+COLUMNS = 32  # of a state of linear attention per program at most
 
 
 @cache
@@ -93,6 +95,46 @@ class TritonElementwise(Elementwise):
             INTERPRETED=is_interpreted(x),
             num_warps=_warps(block),
         )
+        return out
+
+    def delta_steps(
+        self,
+        held: HeldLayer,
+        places: StatePlaces,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tokens: DeltaTokens,
+    ) -> Tensor:
+        num_keys, num_values, key_dim, value_dim = tokens.sizes
+        num_rows, num_new = v.shape[:2]
+        out = v.new_empty(num_rows, num_new, num_values, value_dim)
+        own = held.states, held.keys, held.corrections, held.decays
+        at = places.rows, places.base, places.first, places.moved
+        new = [x.contiguous() for x in (*at, q, k, v, tokens.decay, tokens.rate)]
+        assert all(x.is_contiguous() for x in own), "the kernel computes addresses from the sizes"
+        assert all(x.dtype == torch.float32 for x in (*own, *new[4:])), "as states are kept"
+        block_k = next_power(key_dim)
+        block_v = min(COLUMNS, next_power(value_dim))
+        kernels(v.device.type).delta_rows[(num_rows * num_values, -(-value_dim // block_v))](
+            *own,
+            *new,
+            out,
+            num_new,
+            SLOTS=held.keys.shape[1],
+            KEY_HEADS=num_keys,
+            HEADS=num_values,
+            KEY_SIZE=key_dim,
+            SIZE=value_dim,
+            BLOCK_K=block_k,
+            BLOCK_V=block_v,
+            num_warps=_warps(block_k * block_v),
+            # No products within sums: a state that is computed again has the same bits.
+            enable_fp_fusion=False,
+        )
+        slots = slots_of(held, places, num_new)  # which may be those of tokens that it has read
+        held.keys[slots] = k
+        held.decays[slots] = tokens.decay
         return out
 
 

@@ -1,5 +1,5 @@
-"""Triton kernels between a layer's GEMMs: norm, rotary embedding, gated activation, in float32,
-rounded once. Imported only where Triton is installed.
+"""Triton kernels between a layer's GEMMs: norm, rotary embedding, gated activation, steps of linear
+attention, in float32, rounded once. Imported only where Triton is installed.
 
 The division of a row depends on the model's sizes alone (norm strides are not specialised), so a
 row has the same bits alone and in a batch.
@@ -111,3 +111,72 @@ def gate_rows(x, out, x_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, INTERPRET
     gated = gate * (tl.where(gate < 0, e, 1.0) / (1.0 + e)) * up
     place = out + row * WIDTH + i
     tl.store(place, _stored(gated, out.dtype.element_ty, INTERPRETED), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_new"])
+def delta_rows(
+    states,
+    keys,
+    corrections,
+    decays,
+    rows,
+    base,
+    first,
+    moved,
+    q,
+    k,
+    v,
+    decay,
+    rate,
+    out,
+    num_new,
+    SLOTS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Steps of linear attention (`delta.delta_steps`) of one head and BLOCK_V columns of its state:
+    the state [KEY_SIZE, SIZE] after `base` tokens of a row of `states` becomes that before `first`,
+    by what earlier tokens wrote to slots, and is stored as it is at `moved`; then each new token
+    writes its correction to its slot, and reads its output. Slots of keys and decays, which heads
+    share, are only read. All tensors are contiguous. Grid: (B * HEADS, tiles of columns)."""
+    batch = (tl.program_id(0) // HEADS).to(tl.int64)
+    head = tl.program_id(0) % HEADS
+    key_head = head // (HEADS // KEY_HEADS)
+    row = tl.load(rows + batch)
+    start = tl.load(base + batch)
+    end = tl.load(first + batch)
+    kept = tl.load(moved + batch)
+    i = tl.arange(0, BLOCK_K)
+    j = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_key = i < KEY_SIZE
+    in_value = j < SIZE
+    place = states + (row * HEADS + head) * KEY_SIZE * SIZE + i[:, None] * SIZE + j[None, :]
+    inside = in_key[:, None] & in_value[None, :]
+    state = tl.load(place, mask=inside, other=0.0)
+    for number in range(0, (end - start).to(tl.int32)):
+        slot = row * SLOTS + (start + number) % SLOTS
+        key = tl.load(keys + (slot * KEY_HEADS + key_head) * KEY_SIZE + i, mask=in_key, other=0.0)
+        at = corrections + (slot * HEADS + head) * SIZE + j
+        correction = tl.load(at, mask=in_value, other=0.0)
+        state *= tl.exp(tl.load(decays + slot * HEADS + head))
+        state += key[:, None] * correction[None, :]
+        if start + number + 1 == kept:
+            tl.store(place, state, mask=inside)
+    for number in range(0, num_new):
+        token = batch * num_new + number
+        from_key = (token * KEY_HEADS + key_head) * KEY_SIZE + i
+        from_value = (token * HEADS + head) * SIZE + j
+        key = tl.load(k + from_key, mask=in_key, other=0.0)
+        query = tl.load(q + from_key, mask=in_key, other=0.0)
+        value = tl.load(v + from_value, mask=in_value, other=0.0)
+        state *= tl.exp(tl.load(decay + token * HEADS + head))
+        read = tl.sum(state * key[:, None], 0)
+        correction = tl.load(rate + token * HEADS + head) * (value - read)
+        state += key[:, None] * correction[None, :]
+        slot = row * SLOTS + (end + number) % SLOTS
+        tl.store(corrections + (slot * HEADS + head) * SIZE + j, correction, mask=in_value)
+        tl.store(out + from_value, tl.sum(state * query[:, None], 0), mask=in_value)

@@ -8,6 +8,7 @@ HYBRID = "test_hybrid.py::"
 SNAPSHOTS = "test_hybrid_prefixes.py::"
 STATES = "runner/layer_states.py"
 DELTA = "model/elementwise/delta.py"
+DELTA_TRITON = "model/elementwise/triton_kernels.py"
 DELTA_NATIVE = "model/elementwise/delta.cpp"
 
 PROPERTIES = (
@@ -259,7 +260,7 @@ PROPERTIES = (
     ),
     Property(
         "Native steps of linear attention are those of torch.",
-        f"{HYBRID}test_native_steps_are_those_of_torch[{(2, 8, 6, 43)}]",
+        f"{HYBRID}test_steps_of_kernels_are_those_of_torch[native-{(2, 8, 6, 43)}]",
         (
             Fault(
                 "the key of another head",
@@ -297,6 +298,30 @@ PROPERTIES = (
                 DELTA_NATIVE,
                 "correction.write(token.correction + c);",
                 "",
+            ),
+        ),
+    ),
+    Property(
+        "Triton's steps of linear attention are those of torch.",
+        f"{HYBRID}test_steps_of_kernels_are_those_of_torch[triton-{(1, 3, 5, 34)}]",
+        (
+            Fault(
+                "a program has the key of another head",
+                DELTA_TRITON,
+                "key_head = head // (HEADS // KEY_HEADS)",
+                "key_head = head % KEY_HEADS + 1",
+            ),
+            Fault(
+                "a program stores its state a token late",
+                DELTA_TRITON,
+                "if start + number + 1 == kept:",
+                "if start + number == kept:",
+            ),
+            Fault(
+                "corrections lie where those of the base do",
+                DELTA_TRITON,
+                "slot = row * SLOTS + (end + number) % SLOTS",
+                "slot = row * SLOTS + (start + number) % SLOTS",
             ),
         ),
     ),
