@@ -24,6 +24,7 @@ from gpu import (
     broken,
     checks,
     demo_tokens,
+    hybrid,
     kernels,
     latency,
     peers,
@@ -51,6 +52,7 @@ STAGES: dict[str, Callable[[Suite], None]] = {  # the most important first
     "broken": broken.run,
     "demo_tokens": demo_tokens.run,
     "whole_runs": whole_runs.run,
+    "hybrid": hybrid.run,
     "tiles": tiles.run,
     "kernels": kernels.run,
 }

@@ -1,4 +1,4 @@
-"""`gpu_suite.sh quick`: five parts, the ones worth most first, within 480 s by its own clock; and
+"""`gpu_suite.sh quick`: six parts, the ones worth most first, within 480 s by its own clock; and
 `gpu_suite.sh again PART...`, the named parts within 180 s, of which measured cells are kept.
 
 Each part is a process of its own that ends at its deadline at the latest, and leaves the cells that
@@ -43,10 +43,11 @@ class QuickPart:
 
 
 PARTS = (
-    QuickPart("broken", 90, "What does not work at all?"),
-    QuickPart("demo_tokens", 90, "Are the demo model's tokens the CPU's?"),
-    QuickPart("llama31", 150, "How long do forwards of an 8B model take?"),
-    QuickPart("whole_runs", 90, "What does self-speculation bring, at an emulated acceptance?"),
+    QuickPart("broken", 80, "What does not work at all?"),
+    QuickPart("demo_tokens", 80, "Are the demo model's tokens the CPU's?"),
+    QuickPart("llama31", 120, "How long do forwards of an 8B model take?"),
+    QuickPart("whole_runs", 80, "What does self-speculation bring, at an emulated acceptance?"),
+    QuickPart("hybrid", 60, "How long do forwards of a 27B model with linear attention take?"),
     # Whose compilers may take all of it.
     QuickPart("peers", 60, "How long do other decoders take with such weights?", 1.0),
 )
@@ -164,11 +165,12 @@ def summary_lines(out: Path, took: dict[str, float], seconds: float) -> list[str
     lines += ["", *goal_lines(goals(out))]
     lines += forward_lines(load_cells(out / "llama31.json"), copied_per_s(out))
     lines += run_lines(load_cells(out / "whole_runs.json"))
+    lines += forward_lines(load_cells(out / "hybrid.json"), copied_per_s(out), "Linear attention")
     lines += peer_lines(load_cells(out / "peers.json"))
     return lines
 
 
-def forward_lines(cells: dict[str, Any], copied: float | None) -> list[str]:
+def forward_lines(cells: dict[str, Any], copied: float | None, title: str = "forward") -> list[str]:
     """Times of the forwards, and the bytes that they read in a second as a share of those that a
     copy moves, `copied`."""
     rows = [row for cell in cells.values() for row in cell["rows"]]
@@ -176,7 +178,7 @@ def forward_lines(cells: dict[str, Any], copied: float | None) -> list[str]:
         return []
     lines = [
         "",
-        "| forward | B | context | T | ms | of a copy |",
+        f"| {title} | B | context | T | ms | of a copy |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     for row in rows:

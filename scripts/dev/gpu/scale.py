@@ -45,6 +45,9 @@ class Scale:
     run_places: tuple[tuple[int, int], ...]  # (B, S) of the stage `whole_runs`
     run_gammas: tuple[int, ...]
     run_budget: int
+    hybrid_model: str | None  # of the stage `hybrid`; None: a small one, which it writes
+    hybrid_batch_sizes: tuple[int, ...]
+    hybrid_contexts: tuple[int, ...]
 
 
 GPU_BACKENDS = ("triton", "flash_attn", "grouped")
@@ -82,6 +85,9 @@ FULL = Scale(
     run_places=((8, 32768), (1, 32768), (24, 16384)),
     run_gammas=(3, 2, 5),
     run_budget=513,
+    hybrid_model="random:qwen3.5-27b",
+    hybrid_batch_sizes=(1, 8),
+    hybrid_contexts=(4096, 32768),
 )
 # What `quick` measures of the stages that it shares with the whole suite.
 QUICK = replace(
@@ -117,6 +123,9 @@ TINY = Scale(
     run_places=((2, 128),),
     run_gammas=(2,),
     run_budget=33,
+    hybrid_model=None,
+    hybrid_batch_sizes=(2,),
+    hybrid_contexts=(64, 128),
 )
 
 
