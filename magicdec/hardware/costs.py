@@ -61,17 +61,19 @@ class Deployment:
     def forward(self, B: int, T: int, S: int, num_logits: int | None = None) -> ForwardCost:
         """The cost on the rank with the most query heads, for which the others wait. `num_logits`
         of a row's new tokens get logits; None: all, any of which may be the last to be kept, so
-        that linear layers write their state after each."""
+        that linear layers keep what each writes to the state, which the next forward reads."""
         c = self.config
         shard = slowest_shard(self.config, self.tp)
         entry = attention_entry_bytes(c, shard, self.dtype_bytes, self.kv_dtype)
         layers = attention_layers(c).items()
         entries = sum(n * (T + min(S, (window or S + 1) - 1)) for window, n in layers)
-        num_states = 1 + (T if num_logits is None else 1)  # read, and written
+        num_open = T if num_logits is None else 0  # tokens that may be forgotten
         mixer_bytes = 0
         for mixer, n in mixers_of(c).items():
+            kept = mixer.state_bytes(shard, self.dtype_bytes)
+            kept += num_open * mixer.written_bytes(shard)
             mixer_bytes += n * mixer.read_bytes(shard, self.dtype_bytes, T, S)
-            mixer_bytes += n * num_states * mixer.state_bytes(shard, self.dtype_bytes)
+            mixer_bytes += n * 2 * kept  # read, and written
         without = 0 if num_logits is None else T - num_logits
         head = _widths(c, shard)[3] * c.hidden_size
         hidden_bytes = B * T * c.hidden_size * self.dtype_bytes

@@ -44,6 +44,10 @@ class Mixer:
         """Bytes of a sequence's state."""
         return 0
 
+    def written_bytes(self, shard: Shard) -> int:
+        """Bytes of what a token writes to the state, by which this goes back to any token."""
+        return 0
+
     def flops(self, shard: Shard, T: int, S: int) -> int:
         """FLOPs beside the linear layers of T new tokens of a row after S cached ones."""
         raise NotImplementedError
@@ -131,6 +135,12 @@ class LinearAttention(Mixer):
         inputs = self._channels(shard) * (self.kernel - 1) * dtype_bytes
         state = self._heads(shard)[0] * self.key_dim * self.value_dim * STATE_BYTES
         return state + inputs
+
+    def written_bytes(self, shard: Shard) -> int:
+        """A key for each key head, and a correction and a decay for each value head."""
+        num_values, num_keys = self._heads(shard)
+        numbers = num_keys * self.key_dim + num_values * (self.value_dim + 1)
+        return numbers * STATE_BYTES
 
     def flops(self, shard: Shard, T: int, S: int) -> int:
         """A state decays, and is multiplied by k, by the outer product of k and the correction, and

@@ -50,7 +50,7 @@ from magicdec.speculation.policies.policy import FullKV
 COLUMNS = (
     ("attention", "backend", "dtype", "batch", "heads", "kv_heads", "head_size", "seq_len", "T"),
     ("linear", "call", "dtype", "out", "in", "rows"),
-    ("states", "call", "batch", "gamma", "MB", "planned_MB"),
+    ("states", "call", "batch", "gamma", "MB"),
     ("collectives", "backend", "collective", "ranks", "bytes"),
 )
 COLD_BYTES = 256 << 20  # K and V of all layers together
@@ -225,18 +225,17 @@ STATES = LinearAttention(16, 32, 128, 128, 4)  # of Qwen3.5
 
 def state_rows(quick: bool, seconds: float) -> list[dict[str, Any]]:
     """The states of a layer in verifications whose drafts are all accepted: their steps, the
-    convolution before them, and reading as many bytes as the steps read and write. A plan counts
-    other bytes: a state that is written after each token."""
+    convolution before them, and reading as many bytes as the steps read and write, which are those
+    of a plan."""
     shape = StateShape.of([STATES], Shard())
     state = STATES.state_bytes(Shard(), 4)
-    written = shape.num_keys * shape.key_dim + shape.num_values * (shape.value_dim + 1)
     rows = []
     for batch in (1, 8):
         for gamma in (1, 4) if quick else (1, 2, 4, 8):
             num_new = gamma + 1
             tokens = new_tokens(shape, batch, num_new)
             layers = max(1, COLD_BYTES // 2 // (batch * state))
-            moved = 2 * batch * (state + 4 * num_new * written)
+            moved = 2 * batch * (state + num_new * STATES.written_bytes(Shard()))
             numbers = torch.zeros(COLD_BYTES // 4).split(moved // 4)[:-1]
             ways: dict[str, Callable[[], Any]] = {
                 name: steps_in_turn(load_named(ELEMENTWISE, name)(), shape, layers, tokens)
@@ -249,7 +248,6 @@ def state_rows(quick: bool, seconds: float) -> list[dict[str, Any]]:
             ways["reading as much"] = over(numbers, torch.sum)
             size: dict[str, Any] = {"dtype": "float32", "batch": batch, "gamma": gamma}
             size |= {"bytes": moved, "MB": round(moved / 1e6, 1)}
-            size |= {"planned_MB": round(batch * (1 + num_new) * state / 1e6, 1)}
             timings = interleaved(ways, seconds)
             rows += [{"call": name, **size, **t.as_json()} for name, t in timings.items()]
     return rows

@@ -149,13 +149,16 @@ def test_a_tokens_cache_by_hand() -> None:
     assert states == 48 * (48 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 48 * 128) * 2)
 
 
-def test_a_forward_of_linear_layers_reads_their_states_and_writes_one_a_token() -> None:
+def test_a_forward_of_linear_layers_reads_and_writes_their_states_once() -> None:
+    """And of each token that may be forgotten what it writes, which the next forward reads."""
     config = PRESETS["qwen3.5-27b"].config
     deployment = Deployment(config, H, 2)
     entry = 65536
     state = costs.state_bytes(config, Shard(), 2)
-    assert deployment.forward(3, 1, 100).kv_bytes == 3 * (101 * entry + 2 * state)
-    assert deployment.forward(3, 5, 100).kv_bytes == 3 * (105 * entry + 6 * state)
+    written = 48 * 4 * (16 * 128 + 48 * 128 + 48)
+    one, five = (deployment.forward(3, T, 100).kv_bytes for T in (1, 5))
+    assert one == 3 * (101 * entry + 2 * (state + written))
+    assert five == 3 * (105 * entry + 2 * (state + 5 * written))
     # A part of a prompt: only the last token's state is kept.
     assert deployment.forward(3, 5, 100, num_logits=1).kv_bytes == 3 * (105 * entry + 2 * state)
     assert state == 8 * costs.state_bytes(config, Shard(0, 8), 2)  # two key heads each
