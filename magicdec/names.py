@@ -160,6 +160,7 @@ ARCHITECTURES = {
 PLANNED = {
     "DeepseekV3ForCausalLM": "magicdec.model.families.planned:DEEPSEEK_V3",
     "DeepseekV4ForCausalLM": "magicdec.model.families.planned:DEEPSEEK_V4",
+    "KimiLinearForCausalLM": "magicdec.model.families.planned:KIMI_LINEAR",
     "Gemma4ForCausalLM": "magicdec.model.families.planned:GEMMA4",
     "Gemma4ForConditionalGeneration": "magicdec.model.families.planned:GEMMA4",
 }

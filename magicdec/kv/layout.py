@@ -207,7 +207,7 @@ class Int4Tiled(CodedTiled):
     of dimensions of the K and V of each token and head, which maps its number of the largest
     magnitude to -8, as `--draft_weights int4` does (attention/cpp/native_int4.h). The codes of a
     key are of its Walsh-Hadamard transform in parts of MIXED dimensions, which spreads outliers
-    (QuaRot, arXiv 2404.00456, section 4.2).
+    (QuaRot, arXiv 2404.00456).
 
     Byte i of a group has dimension i in its low half and 16 + i in its high one. Heads are filled
     up with zeros to whole groups, so that more dimensions are read than were written."""

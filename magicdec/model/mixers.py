@@ -153,6 +153,50 @@ class LinearAttention(Mixer):
 
 
 @dataclass(frozen=True)
+class KimiDeltaAttention(Mixer):
+    """Kimi Delta Attention (Kimi Linear, arXiv 2510.26692): a gated delta rule whose state decays
+    apart in each dimension of a key. Decays and the gate of the output are made by matrices of rank
+    `head_dim`, whose first halves every rank has whole; q, k and v are as wide as each other."""
+
+    num_heads: int
+    head_dim: int
+    kernel: int
+
+    def _num_heads(self, shard: Shard) -> int:
+        first, last = shard.split(self.num_heads)
+        return last - first
+
+    def matrices(self, hidden: int, shard: Shard) -> Matrices:
+        heads = self._num_heads(shard)
+        width = heads * self.head_dim
+        low_rank = [(self.head_dim, hidden), (width, self.head_dim)]  # of decays, and of the gate
+        return [(3 * width + heads, hidden), *low_rank, *low_rank, (hidden, width)]
+
+    def vectors(self, hidden: int, shard: Shard) -> int:
+        heads = self._num_heads(shard)
+        width = heads * self.head_dim
+        return 3 * width * self.kernel + width + heads + self.head_dim
+
+    def entry_bytes(self, shard: Shard, dtype_bytes: int) -> float:
+        return 0
+
+    def state_bytes(self, shard: Shard, dtype_bytes: int) -> int:
+        width = self._num_heads(shard) * self.head_dim
+        return 3 * width * (self.kernel - 1) * dtype_bytes + width * self.head_dim * STATE_BYTES
+
+    def written_bytes(self, shard: Shard) -> int:
+        """A key, a correction and a decay of each of its dimensions."""
+        return 3 * self._num_heads(shard) * self.head_dim * STATE_BYTES
+
+    def flops(self, shard: Shard, T: int, S: int) -> int:
+        """As those of a gated delta net."""
+        return 7 * T * self._num_heads(shard) * self.head_dim**2
+
+    def describe(self) -> str:
+        return f"{self.num_heads} x {self.head_dim} linear (KDA)"
+
+
+@dataclass(frozen=True)
 class LatentAttention(Mixer):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). A token's entry is one latent
     of `kv_rank` numbers and one rotated key of `rope_dim`, for all heads: every rank has them

@@ -64,6 +64,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"index_n_heads": 3, "index_head_dim": 10, "index_topk": 5, "hc_mult": 3}
         | {"compress_ratios": [0, 4, 128, 4, 128, 4], "sliding_window": 16},
     ),
+    "KimiLinearForCausalLM": (
+        "KimiLinear",
+        SIZES
+        | {"intermediate_size": 48, "moe_intermediate_size": 24, "num_key_value_heads": 4}
+        | {"num_local_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 2}
+        | {"kv_lora_rank": 12, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14}
+        | {"linear_head_dim": 10, "linear_num_heads": 3, "linear_conv_kernel_dim": 4}
+        | {"pad_token_id": 0},
+    ),
     "Gemma4ForCausalLM": (
         "Gemma4Text",
         SIZES
@@ -114,7 +123,7 @@ def test_ranks_share_what_transformers_has(architecture: str) -> None:
     config = parse(saved(architecture))
     whole = costs.linear_parameters(config, Shard())
     both = sum(costs.linear_parameters(config, Shard(rank, 2)) for rank in range(2))
-    assert (both == whole) is not architecture.startswith("Deepseek")
+    assert (both == whole) is not architecture.startswith(("Deepseek", "Kimi"))
     assert whole <= both < 2 * whole
 
 
@@ -162,6 +171,71 @@ def test_a_forward_of_linear_layers_reads_and_writes_their_states_once() -> None
     # A part of a prompt: only the last token's state is kept.
     assert deployment.forward(3, 5, 100, num_logits=1).kv_bytes == 3 * (105 * entry + 2 * state)
     assert state == 8 * costs.state_bytes(config, Shard(0, 8), 2)  # two key heads each
+
+
+# As published (Kimi-Linear-48B-A3B).
+KIMI = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
+    "first_k_dense_replace": 1,
+    "head_dim": 72,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "kv_lora_rank": 512,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "head_dim": 128,
+        "kda_layers": [n for n in range(1, 27) if n % 4],
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "model_max_length": 1048576,
+    "moe_intermediate_size": 1024,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 32,
+    "num_expert_group": 1,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 32,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 2.446,
+    "tie_word_embeddings": False,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+
+
+def test_the_published_fields_of_kimi_linear_are_read() -> None:
+    """Its name says 48 billion parameters, of which 3 are used for a token."""
+    config = parse(KIMI)
+    fields = {name: value for name, value in KIMI.items() if name != "architectures"}
+    other = transformers.KimiLinearConfig(**fields)
+    linear, full = (config.kinds[n].mixer for n in (0, 3))
+    assert linear is not None and full is not None
+    kinds = {"linear_attention": linear, "full_attention": full}
+    assert [kind.mixer for kind in config.kinds] == [kinds[name] for name in other.layer_types]
+    assert [kind.has_mlp for kind in config.kinds] == [True] + [False] * 26
+    total = costs.stored_bytes(config, Shard(), 1, False)
+    with torch.device("meta"):
+        model = transformers.KimiLinearForCausalLM(other)
+    assert total == sum(parameter.numel() for parameter in model.parameters())
+    assert 47e9 < total < 50e9
+    used = Deployment(config, H, 2).forward(1, 1, 0).linear_flops / 2
+    assert 2.5e9 < used < 3.5e9
+    assert costs.kv_bytes_per_token(config, Shard(), 2) == 7 * 576 * 2
+    state = 20 * (32 * 128 * 128 * 4 + 3 * 3 * 4096 * 2)
+    assert costs.state_bytes(config, Shard(), 2) == state
+    four = Deployment(config, H, 2).forward(1, 4, 0).kv_bytes
+    assert four == 7 * 4 * 576 * 2 + 2 * (state + 4 * 20 * 3 * 32 * 128 * 4)
 
 
 def test_latents_are_read_once_for_all_heads() -> None:
@@ -322,6 +396,21 @@ def test_another_value_is_counted_or_refused(architecture: str) -> None:
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
+        (
+            "KimiLinearForCausalLM",
+            {"linear_attn_config": {"full_attn_layers": [1], "kda_layers": [2]}},
+            "linear_attn_config: full_attn_layers and kda_layers are not the numbers 1 to 6",
+        ),
+        (
+            "KimiLinearForCausalLM",
+            {"linear_attn_config": {"gate": 1}},
+            "linear_attn_config: gate is not counted",
+        ),
+        (
+            "KimiLinearForCausalLM",
+            {"mlp_layer_types": ["sparse"] * 6},
+            "has other layers without experts than the first 1",
+        ),
         ("Qwen3_5ForCausalLM", {"logit_scale": 2.0}, "logit_scale 2.0 is not known for Qwen3_5"),
         ("Qwen3_5ForCausalLM", {"layer_types": ["mamba"] * 6}, "'mamba' is not counted; choose"),
         ("Qwen3_5ForCausalLM", {"layer_types": ["full_attention"]}, "is no list of 6 types"),

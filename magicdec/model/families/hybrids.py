@@ -12,6 +12,7 @@ from magicdec.model.config import ExpertsConfig, LayerKind, ModelConfig, RopeCon
 from magicdec.model.families.family import MTP_PREFIX, ExpertStack, Family, Names
 from magicdec.model.families.fields import ConfigFields, only, size, switch
 from magicdec.model.families.planned import (
+    LINEAR,
     NEXT_TOKENS,
     common,
     types_of_layers,
@@ -21,7 +22,6 @@ from magicdec.model.families.rope_fields import rope, rope_table
 from magicdec.model.families.windows import FULL
 from magicdec.model.mixers import LinearAttention
 
-LINEAR = "linear_attention"
 # Of a rotary embedding with places in images, which for text are the places in the text.
 IMAGE_ROPE = ("mrope_section", "mrope_interleaved")
 

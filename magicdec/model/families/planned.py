@@ -1,6 +1,6 @@
 """Families whose layers nothing here computes, and whose configs `magicdec plan` reads: DeepSeek-V3
-(latents) and V4 (compressed caches), and Gemma 4 (global layers with other heads). Mixtures with
-linear attention are in `hybrids.py`. Imports no torch.
+(latents) and V4 (compressed caches), Kimi Linear (latents, and a delta rule of its own), and Gemma
+4 (global layers with other heads). Other linear attention is in `hybrids.py`. Imports no torch.
 
 A field that changes what a forward costs is read, or has one supported value; one that changes only
 what it computes, such as how a router scores, is in `FREE`, since nothing here computes it.
@@ -27,6 +27,7 @@ from magicdec.model.families.rope_fields import rope
 from magicdec.model.families.windows import FULL, SLIDING
 from magicdec.model.mixers import (
     CompressedAttention,
+    KimiDeltaAttention,
     LatentAttention,
     OtherAttention,
 )
@@ -64,6 +65,22 @@ FREE = {
         "router_jitter_noise",
         "mlp_layer_types",
     ),
+    "kimi_linear": (
+        "routed_scaling_factor",
+        "n_group",
+        "num_expert_group",
+        "topk_group",
+        "use_grouped_topk",
+        "norm_topk_prob",
+        "moe_renormalize",
+        "moe_router_activation_func",
+        "head_dim",
+        "qk_head_dim",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "mla_use_nope",
+    ),
     "gemma4": ("final_logit_softcapping", "vocab_size_per_layer_input"),
 }
 # Layers that draft further tokens, which a plan takes for a draft head and does not count here.
@@ -73,6 +90,7 @@ NEXT_TOKENS = (
     "num_nextn_predict_layers",
     "num_mtp_layers",
 )
+LINEAR = "linear_attention"
 SCALE_BYTES = 4  # of a block of FP8 weights
 SMALL_SCALE = "ue8m0"  # the format of scales that have one byte
 # The settings of such weights. Others, as of a mixture with NVFP4, may say that they are narrower.
@@ -95,7 +113,7 @@ def common(raw: ConfigFields) -> dict[str, Any]:
         "num_layers": size(raw, "num_hidden_layers"),
         "hidden_size": size(raw, "hidden_size"),
         "num_heads": size(raw, "num_attention_heads"),
-        "max_position_embeddings": size(raw, "max_position_embeddings"),
+        "max_position_embeddings": size(raw, "max_position_embeddings", "model_max_length"),
         "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
         "tie_word_embeddings": switch(raw, "tie_word_embeddings", False),
     }
@@ -133,20 +151,9 @@ def read_deepseek(raw: ConfigFields) -> dict[str, Any]:
     only(raw, "moe_layer_freq", 1)
     fields = common(raw)
     num_heads = fields["num_heads"]
-    only(raw, "num_key_value_heads", num_heads)
-    stated_rank = raw.get("q_lora_rank", 1536)
-    mixer = LatentAttention(
-        num_heads,
-        None if stated_rank is None else size(raw, "q_lora_rank", default=1536),
-        size(raw, "kv_lora_rank", default=512),
-        size(raw, "qk_nope_head_dim", default=128),
-        size(raw, "qk_rope_head_dim", default=64),
-        size(raw, "v_head_dim", default=128),
-    )
+    mixer = latents(raw, num_heads, q_rank=1536)
     only(raw, "head_dim", mixer.rope_dim)  # as transformers writes it
-    num_dense = raw.get("first_k_dense_replace", 3)
-    if type(num_dense) is not int or not 0 <= num_dense <= fields["num_layers"]:
-        raise ValueError(f"first_k_dense_replace {shown(num_dense)} is no number of layers")
+    num_dense = dense_layers(raw, fields["num_layers"], default=3)
     width = size(raw, "moe_intermediate_size", default=2048)
     experts = ExpertsConfig(
         size(raw, "n_routed_experts", "num_local_experts", default=256),
@@ -165,6 +172,96 @@ def read_deepseek(raw: ConfigFields) -> dict[str, Any]:
         "stored_bytes": block_bytes(raw.get(FOREIGN)),
         "planned_only": "kv_lora_rank (multi-head latent attention) and n_shared_experts",
     }
+
+
+def latents(raw: ConfigFields, num_heads: int, q_rank: int | None) -> LatentAttention:
+    """Multi-head latent attention; `q_rank` where the config does not state one."""
+    only(raw, "num_key_value_heads", num_heads)
+    stated_rank = raw.get("q_lora_rank", q_rank)
+    return LatentAttention(
+        num_heads,
+        None if stated_rank is None else size(raw, "q_lora_rank", default=q_rank),
+        size(raw, "kv_lora_rank", default=512),
+        size(raw, "qk_nope_head_dim", default=128),
+        size(raw, "qk_rope_head_dim", default=64),
+        size(raw, "v_head_dim", default=128),
+    )
+
+
+def read_kimi_linear(raw: ConfigFields) -> dict[str, Any]:
+    """Kimi Delta Attention in most layers and latents in the others. Published configs number the
+    layers of each kind from 1, within `linear_attn_config`."""
+    uncounted_quantization(raw)
+    free(raw, "kimi_linear")
+    only(raw, "hidden_act", "silu")
+    only(raw, "moe_layer_freq", 1)
+    fields = common(raw)
+    num_layers = fields["num_layers"]
+    mixer = latents(raw, fields["num_heads"], q_rank=None)
+    linear_fields = dict(raw.get("linear_attn_config") or {})
+    stated = [linear_fields.pop(name, None) for name in ("full_attn_layers", "kda_layers")]
+    own = ConfigFields(linear_fields)
+    linear = KimiDeltaAttention(
+        size(own, "num_heads", default=size(raw, "linear_num_heads", default=32)),
+        size(own, "head_dim", default=size(raw, "linear_head_dim", default=128)),
+        size(own, "short_conv_kernel_size", default=size(raw, "linear_conv_kernel_dim", default=4)),
+    )
+    if unread := set(linear_fields) - {"num_heads", "head_dim", "short_conv_kernel_size"}:
+        raise ValueError(f"linear_attn_config: {', '.join(sorted(unread))} is not counted")
+    full_layers = layers_with_latents(raw, *stated)
+    num_dense = dense_layers(raw, num_layers, default=1)
+    mlps = raw.get("mlp_layer_types")
+    if mlps not in (None, ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)):
+        raise ValueError(
+            f"mlp_layer_types {shown(mlps)} has other layers without experts than the first "
+            f"{num_dense} (first_k_dense_replace), which is not counted"
+        )
+    width = size(raw, "moe_intermediate_size", default=1024)
+    experts = ExpertsConfig(
+        size(raw, "num_experts", "num_local_experts", default=256),
+        size(raw, "num_experts_per_token", "num_experts_per_tok", default=8),
+        width,
+        shared_width=width * size(raw, "num_shared_experts", "n_shared_experts", default=1),
+    )
+    kinds = [
+        LayerKind(has_mlp=n < num_dense, mixer=mixer if n in full_layers else linear)
+        for n in range(num_layers)
+    ]
+    return fields | {
+        "intermediate_size": size(raw, "intermediate_size", default=9216),
+        "num_kv_heads": fields["num_heads"],
+        "head_dim": mixer.plain_dim + mixer.rope_dim,
+        "layer_kinds": tuple(kinds),
+        "experts": experts,
+        "planned_only": "linear_attn_config (Kimi Delta Attention) and kv_lora_rank (latents)",
+    }
+
+
+def dense_layers(raw: ConfigFields, num_layers: int, default: int) -> int:
+    """How many of the first layers have no experts."""
+    found = raw.get("first_k_dense_replace", default)
+    if type(found) is not int or not 0 <= found <= num_layers:
+        raise ValueError(f"first_k_dense_replace {shown(found)} is no number of layers")
+    return found
+
+
+def layers_with_latents(raw: ConfigFields, full: Any, linear: Any) -> set[int]:
+    """By the numbers of layers of each kind, from 1 on, or by `layer_types`, or without either
+    every fourth after the first, as transformers counts."""
+    num_layers = size(raw, "num_hidden_layers")
+    has_types = raw.get("layer_types") is not None
+    if full is None and linear is None and has_types:
+        types = types_of_layers(raw, (LINEAR, FULL), 4, LINEAR)
+        return {n for n, kind in enumerate(types) if kind == FULL}
+    if full is None and linear is None:
+        return {*range(4, num_layers, 4)}
+    are_lists = isinstance(full, list) and isinstance(linear, list)
+    if not are_lists or sorted([*full, *linear]) != [*range(1, num_layers + 1)]:
+        raise ValueError(
+            "linear_attn_config: full_attn_layers and kda_layers are not the numbers 1 to "
+            f"{num_layers}, each once"
+        )
+    return {number - 1 for number in full}
 
 
 def block_bytes(table: Any) -> float | None:
@@ -295,4 +392,5 @@ def size_or_zero(raw: ConfigFields, field: str, default: int) -> int:
 
 DEEPSEEK_V3 = Family("deepseek_v3", read_deepseek)
 DEEPSEEK_V4 = Family("deepseek_v4", read_deepseek_v4)
+KIMI_LINEAR = Family("kimi_linear", read_kimi_linear)
 GEMMA4 = Family("gemma4_text", read_gemma4)
