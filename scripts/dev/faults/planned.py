@@ -34,26 +34,57 @@ PROPERTIES = (
         ),
     ),
     Property(
-        "Linear layers read their state, and write one for each token that may be the last.",
-        f"{TESTS}test_a_forward_of_linear_layers_reads_their_states_and_writes_one_a_token",
+        "Linear layers read and write their state once, and what each token writes that may be "
+        "forgotten.",
+        f"{TESTS}test_a_forward_of_linear_layers_reads_and_writes_their_states_once",
         (
             Fault(
-                "a state that is written once for all drafts",
+                "what drafts write is not counted",
                 COSTS,
-                "1 + (T if num_logits is None else 1)",
-                "2",
+                "num_open = T if num_logits is None else 0",
+                "num_open = 0",
             ),
             Fault(
-                "a state of each part of a prompt",
+                "all tokens of a part of a prompt may be forgotten",
                 COSTS,
-                "1 + (T if num_logits is None else 1)",
-                "1 + T",
+                "num_open = T if num_logits is None else 0",
+                "num_open = T",
+            ),
+            Fault(
+                "a state is only read",
+                COSTS,
+                "mixer_bytes += n * 2 * kept  # read, and written",
+                "mixer_bytes += n * kept",
             ),
             Fault(
                 "a state that is not divided among ranks",
                 MIXERS,
                 "state = self._heads(shard)[0] *",
                 "state = self.num_value_heads *",
+            ),
+        ),
+    ),
+    Property(
+        "Kimi Delta Attention is counted as published.",
+        f"{TESTS}test_the_published_fields_of_kimi_linear_are_read",
+        (
+            Fault(
+                "layers are numbered from 0",
+                "model/families/planned.py",
+                "return {number - 1 for number in full}",
+                "return {number % num_layers for number in full}",
+            ),
+            Fault(
+                "one decay for each head",
+                MIXERS,
+                "return 3 * self._num_heads(shard) * self.head_dim * STATE_BYTES",
+                "return self._num_heads(shard) * (2 * self.head_dim + 1) * STATE_BYTES",
+            ),
+            Fault(
+                "the gate of the output has no matrix of low rank",
+                MIXERS,
+                "[(3 * width + heads, hidden), *low_rank, *low_rank, (hidden, width)]",
+                "[(3 * width + heads, hidden), *low_rank, (hidden, width)]",
             ),
         ),
     ),

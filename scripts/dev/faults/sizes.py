@@ -222,8 +222,8 @@ PROPERTIES = (
             Fault(
                 "one dense layer too many",
                 PLANNED,
-                "has_mlp=n < num_dense",
-                "has_mlp=n <= num_dense",
+                "LayerKind(has_mlp=n < num_dense, mixer=mixer)",
+                "LayerKind(has_mlp=n <= num_dense, mixer=mixer)",
             ),
         ),
     ),
