@@ -20,6 +20,7 @@ from magicdec.bench.audit.noise import Noise, spacing
 from magicdec.bench.audit.record import SampledPlace
 from magicdec.bench.audit.sampling import (
     ALPHA,
+    LEAST_DRAWS,
     NUM_DEPTHS,
     SUSPICION,
     TAIL,
@@ -181,6 +182,16 @@ class Drawing:
         if ids == [7, 7, 7, 1]:
             return ScoredToken(0, {token: math.log(p) for token, p in enumerate(self.right)})
         return ScoredToken(0, {0: 0.0, 1: -30.0})
+
+
+@pytest.mark.parametrize("chance", [0.6, 0.8, 1.0])
+def test_draws_are_enough_for_a_test_however_far_it_may_be_off(chance: float) -> None:
+    """Also at a distance that fewer draws would show than a test is worth."""
+    place = OpenPlace((1, 2), 3, chance, (4, 5))
+    ((first, _),) = draws_needed([place], 0.5)
+    begin_right = np.random.default_rng(0).binomial(first, chance, 10_000)
+    assert (begin_right >= LEAST_DRAWS).mean() > 0.99
+    assert first < 2 * LEAST_DRAWS / chance
 
 
 def draws_of(server: Drawing, trials: int) -> list[float]:

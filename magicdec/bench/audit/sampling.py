@@ -32,6 +32,7 @@ POWER = 0.9
 SUSPICION = 0.05  # p-value at which a place is drawn from again
 CELLS = 10  # that a place usually has, for how many draws are needed
 LEAST_DRAWS = 100  # that a test is worth
+ENOUGH_DRAWS = 120  # of which so many begin as they are to, whatever luck they have
 FORCED = 0.6  # least probability of the token before a place
 LEAST_OPEN = 0.15  # to MOST_OPEN: probability of the likeliest token at a place
 MOST_OPEN = 0.75
@@ -197,7 +198,7 @@ def draws_needed(places: Sequence[OpenPlace], total_variation: float) -> list[tu
     distribution so far from the right one looks wrong, and is found by the others."""
     alpha = ALPHA / max(1, NUM_DEPTHS * len(places))
     power = math.sqrt(POWER)
-    first = num_draws(CELLS, total_variation, SUSPICION, power)
+    first = max(ENOUGH_DRAWS, num_draws(CELLS, total_variation, SUSPICION, power))
     again = num_draws(CELLS, total_variation, alpha / SUSPICION, power)
     return [(math.ceil(first / place.chance), math.ceil(again / place.chance)) for place in places]
 
