@@ -1,7 +1,6 @@
 """The numbers that a KV cache of codes has, by its definition."""
 
 import torch
-from scipy.linalg import hadamard
 from torch import Tensor
 
 CODES = [torch.int8, torch.uint8]  # of pools: int8, and int4, two in a byte
@@ -25,13 +24,22 @@ def as_int4(numbers: Tensor) -> Tensor:
 
 
 def as_int4_keys(numbers: Tensor) -> Tensor:
-    """Keys [..., D], of which a Hadamard transform of each 16 dimensions is rounded as by
-    `as_int4`, float32."""
+    """Keys [..., D], of which the `mixed` 16 dimensions are rounded as by `as_int4`, float32."""
     filling = -numbers.shape[-1] % 16
-    whole = torch.nn.functional.pad(numbers.double(), (0, filling)).unflatten(-1, (-1, 16))
-    matrix = torch.from_numpy(hadamard(16)).double()
-    rounded = as_int4((whole @ matrix).flatten(-2).float()).double().unflatten(-1, (-1, 16))
-    return (rounded @ matrix / 16).flatten(-2)[..., : numbers.shape[-1]].float()
+    whole = torch.nn.functional.pad(numbers.float(), (0, filling)).unflatten(-1, (-1, 16))
+    rounded = as_int4(mixed(whole).flatten(-2)).unflatten(-1, (-1, 16))
+    return (mixed(rounded) / 16).flatten(-2)[..., : numbers.shape[-1]]
+
+
+def mixed(numbers: Tensor) -> Tensor:
+    """The Hadamard transform of numbers [..., 16], by sums and differences of those whose places
+    differ in one bit, the lowest first: the order belongs to the format, since of a sum near a half
+    the last bit decides the code."""
+    place = torch.arange(16)
+    for bit in (1, 2, 4, 8):
+        sign = torch.where(place & bit != 0, -1.0, 1.0)
+        numbers = numbers[..., place ^ bit] + sign * numbers
+    return numbers
 
 
 def as_stored(numbers: Tensor, dtype: torch.dtype, are_keys: bool = False) -> Tensor:

@@ -5,7 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounded import as_stored
+from rounded import as_stored, mixed
+from scipy.linalg import hadamard
 
 from magicdec.kv.cache import KVCache
 from magicdec.kv.layout import INT4_TILED, INT8_TILED, PLAIN, TILED, KVLayout
@@ -104,7 +105,7 @@ def test_a_cache_of_codes_rounds_to_the_scales_of_a_token_and_head(
     pairs = zip((k, v), cache.read(1, slots), (True, False), strict=True)
     for written, found, are_keys in pairs:
         expected = as_stored(written.transpose(1, 2), dtype, are_keys)
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6 * are_keys)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     whole = cache.slots(rows, torch.arange(128).expand(2, -1))
     untouched = torch.ones(2, 128, dtype=torch.bool)
     untouched[rows.unsqueeze(1), places] = False
@@ -116,6 +117,18 @@ def test_a_cache_of_codes_rounds_to_the_scales_of_a_token_and_head(
     assert torch.equal(first, second)
     size = head_dim + 4 if is_int8 else {4: 18, 64: 36, 80: 54}[head_dim]
     assert cache.bytes_per_token == 2 * 2 * 3 * size
+
+
+def test_keys_of_int4_are_rounded_after_a_hadamard_transform() -> None:
+    numbers = torch.randn(5, 16)
+    matrix = torch.from_numpy(hadamard(16)).float()
+    torch.testing.assert_close(mixed(numbers), numbers @ matrix)
+    pool = torch.zeros(1, 1, 1, 64, INT4_TILED.token_size(16), dtype=torch.uint8)
+    ones = torch.ones(1, 1, 16)
+    INT4_TILED.write_keys(pool, torch.tensor([3]), ones)
+    codes = pool.flatten()[: 64 * 16]
+    assert codes[codes != 0].tolist() == [8], "the sum of all dimensions, -8 of its scale"
+    assert torch.equal(INT4_TILED.read_keys(pool, torch.tensor([3]))[..., :16], ones)
 
 
 def test_tiles_hold_pairs_of_dimensions_of_keys_and_pairs_of_tokens_of_values() -> None:

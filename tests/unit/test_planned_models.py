@@ -81,6 +81,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"sliding_window": 16, "hidden_size_per_layer_input": 0},
     ),
 }
+PUBLISHED = json.loads(Path(__file__).with_name("published_configs.json").read_text())["read"]
 COMPUTED = {"Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"}
 H = Hardware(1e12, 1e15)
 
@@ -173,51 +174,11 @@ def test_a_forward_of_linear_layers_reads_and_writes_their_states_once() -> None
     assert state == 8 * costs.state_bytes(config, Shard(0, 8), 2)  # two key heads each
 
 
-# As published (Kimi-Linear-48B-A3B).
-KIMI = {
-    "architectures": ["KimiLinearForCausalLM"],
-    "model_type": "kimi_linear",
-    "first_k_dense_replace": 1,
-    "head_dim": 72,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "kv_lora_rank": 512,
-    "linear_attn_config": {
-        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
-        "head_dim": 128,
-        "kda_layers": [n for n in range(1, 27) if n % 4],
-        "num_heads": 32,
-        "short_conv_kernel_size": 4,
-    },
-    "mla_use_nope": True,
-    "model_max_length": 1048576,
-    "moe_intermediate_size": 1024,
-    "moe_layer_freq": 1,
-    "moe_renormalize": True,
-    "moe_router_activation_func": "sigmoid",
-    "num_attention_heads": 32,
-    "num_expert_group": 1,
-    "num_experts": 256,
-    "num_experts_per_token": 8,
-    "num_hidden_layers": 27,
-    "num_key_value_heads": 32,
-    "num_nextn_predict_layers": 0,
-    "num_shared_experts": 1,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-5,
-    "routed_scaling_factor": 2.446,
-    "tie_word_embeddings": False,
-    "v_head_dim": 128,
-    "vocab_size": 163840,
-}
-
-
 def test_the_published_fields_of_kimi_linear_are_read() -> None:
     """Its name says 48 billion parameters, of which 3 are used for a token."""
-    config = parse(KIMI)
-    fields = {name: value for name, value in KIMI.items() if name != "architectures"}
+    published = PUBLISHED["kimi-linear-48b-a3b"]
+    config = parse(published)
+    fields = {name: value for name, value in published.items() if name != "architectures"}
     other = transformers.KimiLinearConfig(**fields)
     linear, full = (config.kinds[n].mixer for n in (0, 3))
     assert linear is not None and full is not None
