@@ -114,7 +114,11 @@ SMALL_SERVER = {"room": 300, "step_s": 0.01}
 FLAGS = {
     "top-k after acceptance": ["--top_k", 3, "--total_variation", 0.12],
     "draft state lost at a cancellation": ["--concurrency", 1],
-} | dict.fromkeys(PREEMPTION_FAULTS, CROWDED)
+    "stale KV after a preemption": CROWDED,
+    # When one gives way depends on the machine's load: of short answers the last ones have too few
+    # drafts left to lose.
+    "draft state lost at a preemption": [*CROWDED, "--gen_len", 80],
+}
 SERVERS: dict[str, dict[str, Any]] = dict.fromkeys(PREEMPTION_FAULTS, SMALL_SERVER)
 CHECK_OF = (
     dict.fromkeys(GREEDY_FAULTS, (GREEDY, "tokens"))
