@@ -262,6 +262,9 @@ def test_an_int8_cache_must_be_read() -> None:
         config = parsed("--kv_dtype", "int8", *flags.split())
         with pytest.raises(ValueError, match=f"--kv_dtype int8: {message}"):
             resolve(config, FAST, traits)
+    config = parsed("--kv_dtype", "int4", "--attention", "sdpa")
+    with pytest.raises(ValueError, match="--kv_dtype int4: head size 12 is not a multiple of 8"):
+        resolve(config, FAST, ModelTraits(12))
     for kv_dtype in ("int8", "int4"):
         slowly = parsed("--kv_dtype", kv_dtype, "--attention", "sdpa")
         assert resolve(slowly, FAST).attention.kv_dtype == kv_dtype
@@ -289,7 +292,7 @@ def test_a_copy_of_codes_must_be_read_and_save_bytes() -> None:
             "--draft_kv_dtype int8 --attention sdpa",
             FAST,
             ModelTraits(70),
-            "--draft_kv_dtype int8: head size 70 is not a multiple of 4; choose int4",
+            "--draft_kv_dtype int8: head size 70 is not a multiple of 4; choose another policy",
         ),
     ):
         with pytest.raises(ValueError, match=message):

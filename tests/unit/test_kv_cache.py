@@ -131,6 +131,23 @@ def test_keys_of_int4_are_rounded_after_a_hadamard_transform() -> None:
     assert torch.equal(INT4_TILED.read_keys(pool, torch.tensor([3]))[..., :16], ones)
 
 
+@pytest.mark.parametrize("head_dim", [8, 16, 40, 80, 128])
+@pytest.mark.parametrize("layout", [INT8_TILED, INT4_TILED], ids=["int8", "int4"])
+def test_codes_that_are_read_and_written_again_are_the_same(
+    layout: KVLayout, head_dim: int
+) -> None:
+    """Of heads that are whole parts of a transform or half of one, also with outliers."""
+    dtype = torch.int8 if layout is INT8_TILED else torch.uint8
+    pool = torch.zeros(1, 4, 1, 64, layout.token_size(head_dim), dtype=dtype)
+    slots = torch.arange(4 * 64)
+    keys = torch.randn(1, len(slots), head_dim)
+    keys[..., 0] *= 50
+    layout.write_keys(pool, slots, keys)
+    before = pool.clone()
+    layout.write_keys(pool, slots, layout.read_keys(pool, slots)[..., :head_dim])
+    assert torch.equal(pool, before)
+
+
 def test_tiles_hold_pairs_of_dimensions_of_keys_and_pairs_of_tokens_of_values() -> None:
     pool = torch.zeros(1, 2, 1, 64, 4)
     tokens = torch.arange(128.0).view(1, 128, 1) + torch.arange(4.0) / 4

@@ -86,7 +86,9 @@ def _first_that_serves(machine: Machine, case: AttentionCase) -> Choice:
     raise AssertionError("the last backend of a device's line serves every case")
 
 
-INT8_QUAD = 4  # int8 codes of an entry of the cache: head sizes are multiples of it
+# Head sizes are multiples of these: int8 codes of an entry of the cache, and dimensions that int4
+# keys fill up to twice as many whose transform repeats, so that what is filled up is read as zeros.
+CODED_MULTIPLES = {"int8": 4, "int4": 8}
 
 
 def choose_kv_dtype(value: str, dtype: str, backend: str, model: ModelTraits) -> str:
@@ -121,9 +123,10 @@ def check_keys(flag: str, value: str, model: ModelTraits, instead: str) -> None:
             f"{flag}: codes would round the positions of ALiBi, which lie in the keys; choose "
             f"{instead}"
         )
-    if value == "int8" and model.head_dim % INT8_QUAD:
+    multiple = CODED_MULTIPLES[value]
+    if model.head_dim % multiple:
         raise ValueError(
-            f"{flag}: head size {model.head_dim} is not a multiple of {INT8_QUAD}; choose {instead}"
+            f"{flag}: head size {model.head_dim} is not a multiple of {multiple}; choose {instead}"
         )
 
 
@@ -148,8 +151,7 @@ def check_coded_copy(
             f"from auto, {fitting}"
         )
     copied = kv.draft_kv_dtype
-    instead = "another policy" if model.has_alibi else "int4"
-    check_keys(f"{policy} --draft_kv_dtype {copied}", copied, model, instead)
+    check_keys(f"{policy} --draft_kv_dtype {copied}", copied, model, "another policy")
     check_fewer_bits(kv.policy, copied, kv_dtype)
 
 

@@ -100,6 +100,24 @@ PROPERTIES = (
                 "to_float(tile.value_scales[g * TILE])",
             ),
             Fault(
+                "queries are not transformed as keys are",
+                "attention/cpp/native_wide.h",
+                "Tiles::mix_query(to);",
+                "",
+            ),
+            Fault(
+                "a transformed query is not divided",
+                "attention/cpp/native_int4.h",
+                "q[d] *= 1.0f / MIXED;",
+                "q[d] *= 1.0f;",
+            ),
+            Fault(
+                "a key is transformed in parts of eight",
+                "attention/cpp/native_int4.h",
+                "constexpr int MIXED = 16;",
+                "constexpr int MIXED = 8;",
+            ),
+            Fault(
                 "quotients are cut off",
                 "attention/cpp/native_int4.h",
                 "std::lrint(float(numbers[d] * inverse))",
