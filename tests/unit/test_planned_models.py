@@ -369,6 +369,16 @@ def test_another_value_is_counted_or_refused(architecture: str) -> None:
         ),
         (
             "KimiLinearForCausalLM",
+            {"linear_attn_config": {"full_attn_layers": ["1"], "kda_layers": [2, 3, 4, 5, 6]}},
+            "linear_attn_config: full_attn_layers and kda_layers are not the numbers 1 to 6",
+        ),
+        (
+            "KimiLinearForCausalLM",
+            {"linear_attn_config": [4]},
+            r"linear_attn_config \[4\] is not a JSON object",
+        ),
+        (
+            "KimiLinearForCausalLM",
             {"mlp_layer_types": ["sparse"] * 6},
             "has other layers without experts than the first 1",
         ),

@@ -8,7 +8,7 @@ what it computes, such as how a router scores, is in `FREE`, since nothing here 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from magicdec.model.config import ExpertsConfig, LayerKind
@@ -91,6 +91,14 @@ NEXT_TOKENS = (
     "num_mtp_layers",
 )
 LINEAR = "linear_attention"
+# Of Kimi Linear, within its table of linear attention: the layers of both kinds, and the sizes,
+# with what transformers calls each beside the table, and its default.
+KDA_LAYERS = ("full_attn_layers", "kda_layers")
+KDA_SIZES = {
+    "num_heads": ("linear_num_heads", 32),
+    "head_dim": ("linear_head_dim", 128),
+    "short_conv_kernel_size": ("linear_conv_kernel_dim", 4),
+}
 SCALE_BYTES = 4  # of a block of FP8 weights
 SMALL_SCALE = "ue8m0"  # the format of scales that have one byte
 # The settings of such weights. Others, as of a mixture with NVFP4, may say that they are narrower.
@@ -198,17 +206,19 @@ def read_kimi_linear(raw: ConfigFields) -> dict[str, Any]:
     fields = common(raw)
     num_layers = fields["num_layers"]
     mixer = latents(raw, fields["num_heads"], q_rank=None)
-    linear_fields = dict(raw.get("linear_attn_config") or {})
-    stated = [linear_fields.pop(name, None) for name in ("full_attn_layers", "kda_layers")]
-    own = ConfigFields(linear_fields)
-    linear = KimiDeltaAttention(
-        size(own, "num_heads", default=size(raw, "linear_num_heads", default=32)),
-        size(own, "head_dim", default=size(raw, "linear_head_dim", default=128)),
-        size(own, "short_conv_kernel_size", default=size(raw, "linear_conv_kernel_dim", default=4)),
-    )
-    if unread := set(linear_fields) - {"num_heads", "head_dim", "short_conv_kernel_size"}:
+    table = raw.get("linear_attn_config") or {}
+    if not isinstance(table, dict):
+        raise ValueError(f"linear_attn_config {shown(table)} is not a JSON object")
+    if unread := set(table) - {*KDA_SIZES, *KDA_LAYERS}:
         raise ValueError(f"linear_attn_config: {', '.join(sorted(unread))} is not counted")
-    full_layers = layers_with_latents(raw, *stated)
+    stated = ConfigFields(table)
+    linear = KimiDeltaAttention(
+        *(
+            size(stated, name, default=size(raw, other, default=otherwise))
+            for name, (other, otherwise) in KDA_SIZES.items()
+        )
+    )
+    full_layers = layers_with_latents(raw, table)
     num_dense = dense_layers(raw, num_layers, default=1)
     mlps = raw.get("mlp_layer_types")
     if mlps not in (None, ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)):
@@ -245,23 +255,24 @@ def dense_layers(raw: ConfigFields, num_layers: int, default: int) -> int:
     return found
 
 
-def layers_with_latents(raw: ConfigFields, full: Any, linear: Any) -> set[int]:
-    """By the numbers of layers of each kind, from 1 on, or by `layer_types`, or without either
-    every fourth after the first, as transformers counts."""
+def layers_with_latents(raw: ConfigFields, table: Mapping[str, Any]) -> set[int]:
+    """By `layer_types`, or by the numbers from 1 on that the `table` has of layers of each kind; as
+    in transformers, the first are taken of both, and without either every fourth after the first
+    layer."""
     num_layers = size(raw, "num_hidden_layers")
-    has_types = raw.get("layer_types") is not None
-    if full is None and linear is None and has_types:
+    if raw.get("layer_types") is not None:
         types = types_of_layers(raw, (LINEAR, FULL), 4, LINEAR)
         return {n for n, kind in enumerate(types) if kind == FULL}
+    full, linear = (table.get(name) for name in KDA_LAYERS)
     if full is None and linear is None:
         return {*range(4, num_layers, 4)}
-    are_lists = isinstance(full, list) and isinstance(linear, list)
-    if not are_lists or sorted([*full, *linear]) != [*range(1, num_layers + 1)]:
+    numbers = [n for part in (full, linear) if isinstance(part, list) for n in part]
+    if not all(type(n) is int for n in numbers) or sorted(numbers) != [*range(1, num_layers + 1)]:
         raise ValueError(
-            "linear_attn_config: full_attn_layers and kda_layers are not the numbers 1 to "
+            f"linear_attn_config: {' and '.join(KDA_LAYERS)} are not the numbers 1 to "
             f"{num_layers}, each once"
         )
-    return {number - 1 for number in full}
+    return {number - 1 for number in full or ()}
 
 
 def block_bytes(table: Any) -> float | None:

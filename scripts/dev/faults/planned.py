@@ -71,8 +71,8 @@ PROPERTIES = (
             Fault(
                 "layers are numbered from 0",
                 "model/families/planned.py",
-                "return {number - 1 for number in full}",
-                "return {number % num_layers for number in full}",
+                "return {number - 1 for number in full or ()}",
+                "return {number % num_layers for number in full or ()}",
             ),
             Fault(
                 "one decay for each head",
