@@ -86,10 +86,10 @@ CONFIG: dict[str, Any] = {
 }
 # The last phase trains contexts of 16384 tokens, as those of the demo models.
 PHASES = [
-    Phase(400, 6, 1024, (1.0, 1.0)),
-    Phase(400, 6, 1024, (1.0, 0.3)),
-    Phase(100, 2, 4096, (0.3, 0.12)),
-    Phase(20, 1, 16384, (0.12, 0.0)),
+    Phase(300, 6, 1024, (1.0, 1.0)),
+    Phase(300, 6, 1024, (1.0, 0.3)),
+    Phase(80, 2, 4096, (0.3, 0.12)),
+    Phase(16, 1, 16384, (0.12, 0.0)),
 ]
 EMBEDDING_STD = 0.5
 FINAL_NORM = 0.04  # keeps the first logits small despite the tied head
@@ -232,6 +232,8 @@ class Training:
         self.rng.bit_generator.state = json.loads(state["windows"])
         self.num_steps = state["num_steps"]
         self.seconds = state["seconds"]
+        lines = (self.out / LOG).read_text().splitlines(keepends=True)
+        (self.out / LOG).write_text("".join(lines[: self.num_steps]))
 
 
 def stored_tensors(model: Transformer) -> dict[str, Tensor]:
