@@ -19,7 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-MARK = "matrix: scripts/dev/lossless_matrix.py"
+BEGIN = "<!-- matrix: scripts/dev/lossless_matrix.py -->"
+END = "<!-- end of matrix -->"
 DRAFTS = {
     "self, `streaming_llm`": "--draft self --budget 33",
     "self, `snapkv`": "--draft self --kv_policy snapkv --budget 49",
@@ -145,10 +146,9 @@ def main() -> int:
 
 
 def write_between_marks(page: Path, text: str) -> None:
-    begin, end = f"<!-- {MARK} -->", "<!-- end of matrix -->"
-    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
-    _, _, after = rest.partition(end)
-    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -301,8 +301,8 @@ def test_a_state_is_the_same_bits_however_its_tokens_came() -> None:
         one = slice(t, t + 1)
         out, own = recur(state, q[:, one], k[:, one], v[:, one], tokens.part(one))
         outputs.append(out)
-        assert torch.equal(own.corrections[:, 0], written.corrections[:, t])
-        state = write(state, own.keys[:, 0], own.corrections[:, 0], own.decays[:, 0])
+        assert torch.equal(own[:, 0], written[:, t])
+        state = write(state, k[:, t], own[:, 0], decay[:, t])
     assert torch.equal(torch.cat(outputs, dim=1), together)
 
 
@@ -365,9 +365,7 @@ def test_both_forms_are_the_rule(num_new: int) -> None:
     torch.testing.assert_close(out, true, atol=1e-10, rtol=0)
     replayed = state
     for t in range(num_new):
-        replayed = write(
-            replayed, written.keys[:, t], written.corrections[:, t], written.decays[:, t]
-        )
+        replayed = write(replayed, parts[1][:, t], written[:, t], tokens.decay[:, t])
     torch.testing.assert_close(replayed, after, atol=1e-10, rtol=0)
     out, chunked = recur_in_chunks(state, *parts, tokens)
     torch.testing.assert_close(out, true, atol=1e-10, rtol=0)
@@ -400,7 +398,10 @@ def test_steps_of_kernels_are_those_of_torch(kind: str, sizes: tuple[int, int, i
     is_on_gpu = kind == "triton" and torch.cuda.is_available()
     device = torch.device("cuda" if is_on_gpu else "cpu")
     steps = load_named(ELEMENTWISE, kind)().delta_steps
-    exact, fast, lagging, alone = states(3, torch.float64), states(3), states(3, rerun=5), states(1)
+    exact = states(3, torch.float64)
+    fast = states(3)
+    lagging = states(3, rerun=5)
+    alone = states(1)
     weight = numbers(shape.channels, 4)
     rows = torch.tensor([0, 2], device=device)
     lengths = torch.zeros(2, dtype=torch.int64, device=device)
@@ -413,9 +414,9 @@ def test_steps_of_kernels_are_those_of_torch(kind: str, sizes: tuple[int, int, i
             rate=numbers(2, num_new, H).sigmoid(),
             sizes=sizes,
         )
-        channels, decay, rate = tokens.channels, tokens.decay, tokens.rate
-        wide = replace(tokens, channels=channels.double(), decay=decay.double(), rate=rate.double())
-        one = replace(tokens, channels=channels[1:], decay=decay[1:], rate=rate[1:])
+        parts = {"channels": tokens.channels, "decay": tokens.decay, "rate": tokens.rate}
+        wide = replace(tokens, **{name: part.double() for name, part in parts.items()})
+        one = replace(tokens, **{name: part[1:] for name, part in parts.items()})
         at = rows, lengths, lengths, num_new, step == 0
         expected = exact.forward(*at).run(0, wide).float()
         found = fast.forward(*at, steps).run(0, tokens)

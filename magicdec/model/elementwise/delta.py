@@ -41,15 +41,6 @@ class DeltaTokens:
 
 
 @dataclass(frozen=True)
-class Written:
-    """What tokens write: keys [B, T, G, D], corrections [B, T, H, E] and decays g [B, T, H]."""
-
-    keys: Tensor
-    corrections: Tensor
-    decays: Tensor
-
-
-@dataclass(frozen=True)
 class HeldLayer:
     """What the caller keeps of a layer, of all its rows: `states` [rows, H, D, E], and in `slots`
     by position what the newest tokens have written: `keys` [rows, slots, G, D], `corrections`
@@ -103,7 +94,7 @@ def _normed(x: Tensor) -> Tensor:
 
 
 def write(state: Tensor, keys: Tensor, corrections: Tensor, decays: Tensor) -> Tensor:
-    """The states [B, H, D, E] after one token, of which `recur` has computed keys [B, G, D] and
+    """The states [B, H, D, E] after one token, with keys [B, G, D], of which `recur` has computed
     corrections [B, H, E]: the same bits as there."""
     repeated = _for_values(keys, corrections.shape[1])
     return state * decays.exp()[..., None, None] + repeated[..., None] * corrections[..., None, :]
@@ -111,8 +102,9 @@ def write(state: Tensor, keys: Tensor, corrections: Tensor, decays: Tensor) -> T
 
 def recur(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: DeltaTokens
-) -> tuple[Tensor, Written]:
-    """The outputs [B, T, H, E] of tokens one by one, and what they write."""
+) -> tuple[Tensor, Tensor]:
+    """The outputs [B, T, H, E] of tokens one by one, and the corrections [B, T, H, E] that they
+    write to their keys."""
     outputs = []
     corrections = []
     num_values = v.shape[2]
@@ -123,8 +115,7 @@ def recur(
         corrections.append(tokens.rate[:, t, :, None] * (v[:, t] - read))
         state = write(state, k[:, t], corrections[-1], tokens.decay[:, t])
         outputs.append((state * _for_values(q[:, t], num_values)[..., None]).sum(-2))
-    written = Written(k, torch.stack(corrections, dim=1), tokens.decay)
-    return torch.stack(outputs, dim=1), written
+    return torch.stack(outputs, dim=1), torch.stack(corrections, dim=1)
 
 
 def state_before(held: HeldLayer, places: StatePlaces) -> tuple[Tensor, Tensor]:
@@ -149,13 +140,32 @@ def delta_steps(
     """The outputs [B, T, H, E] of new tokens, no more than slots; keeps what they write, and moves
     the base of rows."""
     state, moved = state_before(held, places)
-    out, written = recur(state, q, k, v, tokens)
+    out, corrections = recur(state, q, k, v, tokens)
     held.states[places.rows] = moved
-    slots = slots_of(held, places, v.shape[1])
-    held.keys[slots] = written.keys
-    held.corrections[slots] = written.corrections
-    held.decays[slots] = written.decays
+    held.corrections[slots_of(held, places, v.shape[1])] = corrections
+    keep_shared(held, places, k, tokens)
     return out
+
+
+def kernel_tensors(
+    held: HeldLayer, places: StatePlaces, q: Tensor, k: Tensor, v: Tensor, tokens: DeltaTokens
+) -> list[Tensor]:
+    """All of them in the order in which kernels of steps take them, contiguous, since these compute
+    addresses from the sizes."""
+    own = held.states, held.keys, held.corrections, held.decays
+    at = places.rows, places.base, places.first, places.moved
+    new = [x.contiguous() for x in (*at, q, k, v, tokens.decay, tokens.rate)]
+    assert all(x.is_contiguous() for x in own), "they are whole layers"
+    assert all(x.dtype == torch.float32 for x in (*own, *new[len(at) :])), "as states are kept"
+    return [*own, *new]
+
+
+def keep_shared(held: HeldLayer, places: StatePlaces, k: Tensor, tokens: DeltaTokens) -> None:
+    """Keep the keys and decays of new tokens, whose slots may be those that kernels of steps have
+    read for several heads at once."""
+    slots = slots_of(held, places, k.shape[1])
+    held.keys[slots] = k
+    held.decays[slots] = tokens.decay
 
 
 def slots_of(held: HeldLayer, places: StatePlaces, num_new: int) -> tuple[Tensor, Tensor]:

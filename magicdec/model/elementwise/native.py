@@ -13,7 +13,13 @@ from torch import Tensor
 
 from magicdec.config.capabilities import Requirements
 from magicdec.kernels.build import FAST_MATH, SHARED_HEADERS, load_library, share_openmp
-from magicdec.model.elementwise.delta import DeltaTokens, HeldLayer, StatePlaces, slots_of
+from magicdec.model.elementwise.delta import (
+    DeltaTokens,
+    HeldLayer,
+    StatePlaces,
+    keep_shared,
+    kernel_tensors,
+)
 from magicdec.model.elementwise.operators import Elementwise
 
 SOURCE = Path(__file__).with_name("native.cpp")
@@ -165,17 +171,11 @@ class NativeElementwise(Elementwise):
         num_rows, num_new = v.shape[:2]
         out = torch.empty(num_rows, num_new, num_values, value_dim)
         sizes = num_rows, num_new, num_keys, num_values, key_dim, value_dim, held.keys.shape[1]
-        own = held.states, held.keys, held.corrections, held.decays
-        at = places.rows, places.base, places.first, places.moved
-        new = [x.contiguous() for x in (*at, q, k, v, tokens.decay, tokens.rate)]
-        assert all(x.is_contiguous() for x in own), "the library computes addresses from the sizes"
-        assert all(x.dtype == torch.float32 for x in (*own, *new[4:])), "as states are kept"
+        given = kernel_tensors(held, places, q, k, v, tokens)
         delta_library().magicdec_delta_steps(
-            (_SIZE * 7)(*sizes), *(x.data_ptr() for x in (*own, *new, out))
+            (_SIZE * 7)(*sizes), *(x.data_ptr() for x in (*given, out))
         )
-        slots = slots_of(held, places, num_new)  # which may be those of tokens that it has read
-        held.keys[slots] = k
-        held.decays[slots] = tokens.decay
+        keep_shared(held, places, k, tokens)
         return out
 
     def route(self, logits: Tensor, num_used: int, renormalises: bool) -> tuple[Tensor, Tensor]:

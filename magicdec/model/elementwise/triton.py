@@ -15,7 +15,13 @@ from torch import Tensor
 
 from magicdec.config.capabilities import Requirements
 from magicdec.kernels.build import load_kernels, next_power
-from magicdec.model.elementwise.delta import DeltaTokens, HeldLayer, StatePlaces, slots_of
+from magicdec.model.elementwise.delta import (
+    DeltaTokens,
+    HeldLayer,
+    StatePlaces,
+    keep_shared,
+    kernel_tensors,
+)
 from magicdec.model.elementwise.operators import Elementwise
 
 STORAGE = (torch.float32, torch.bfloat16)
@@ -109,16 +115,10 @@ class TritonElementwise(Elementwise):
         num_keys, num_values, key_dim, value_dim = tokens.sizes
         num_rows, num_new = v.shape[:2]
         out = v.new_empty(num_rows, num_new, num_values, value_dim)
-        own = held.states, held.keys, held.corrections, held.decays
-        at = places.rows, places.base, places.first, places.moved
-        new = [x.contiguous() for x in (*at, q, k, v, tokens.decay, tokens.rate)]
-        assert all(x.is_contiguous() for x in own), "the kernel computes addresses from the sizes"
-        assert all(x.dtype == torch.float32 for x in (*own, *new[4:])), "as states are kept"
         block_k = next_power(key_dim)
         block_v = min(COLUMNS, next_power(value_dim))
         kernels(v.device.type).delta_rows[(num_rows * num_values, -(-value_dim // block_v))](
-            *own,
-            *new,
+            *kernel_tensors(held, places, q, k, v, tokens),
             out,
             num_new,
             SLOTS=held.keys.shape[1],
@@ -132,9 +132,7 @@ class TritonElementwise(Elementwise):
             # No products within sums: a state that is computed again has the same bits.
             enable_fp_fusion=False,
         )
-        slots = slots_of(held, places, num_new)  # which may be those of tokens that it has read
-        held.keys[slots] = k
-        held.decays[slots] = tokens.decay
+        keep_shared(held, places, k, tokens)
         return out
 
 

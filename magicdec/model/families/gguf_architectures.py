@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -286,6 +286,16 @@ def check_sections(sections: Any, rotated: int) -> None:
             )
 
 
+QWEN35_MIXTURE = Architecture(
+    "Qwen3_5MoeForCausalLM",
+    "qwen3_5_moe_text",
+    False,
+    hybrid_mixture_fields,
+    HYBRID_MIXTURE_KEYS,
+    PLAIN_EXPERTS,
+    mlp_norm="post_attention_norm",
+    has_tiled_heads=True,
+)
 # By `general.architecture`.
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", True, llama_fields),
@@ -320,25 +330,8 @@ ARCHITECTURES = {
         mlp_norm="post_attention_norm",
         has_tiled_heads=True,
     ),
-    "qwen35moe": Architecture(
-        "Qwen3_5MoeForCausalLM",
-        "qwen3_5_moe_text",
-        False,
-        hybrid_mixture_fields,
-        HYBRID_MIXTURE_KEYS,
-        PLAIN_EXPERTS,
-        mlp_norm="post_attention_norm",
-        has_tiled_heads=True,
-    ),
-    "qwen3next": Architecture(
-        "Qwen3_5MoeForCausalLM",
-        "qwen3_5_moe_text",
-        False,
-        hybrid_mixture_fields,
-        HYBRID_MIXTURE_KEYS,
-        PLAIN_EXPERTS,
-        mlp_norm="post_attention_norm",
-    ),
+    "qwen35moe": QWEN35_MIXTURE,
+    "qwen3next": replace(QWEN35_MIXTURE, has_tiled_heads=False),
 }
 # Files of Mixtral are Llama's with experts.
 MIXTRAL = Architecture(

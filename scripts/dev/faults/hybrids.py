@@ -279,7 +279,7 @@ PROPERTIES = (
                 "model/elementwise/native.py",
                 "        out = torch.empty(num_rows, num_new, num_values, value_dim)\n",
                 "        out = torch.empty(num_rows, num_new, num_values, value_dim)\n"
-                "        held.keys[slots_of(held, places, num_new)] = k\n",
+                "        keep_shared(held, places, k, tokens)\n",
             ),
             Fault(
                 "the base moves to the newest token",

@@ -4,7 +4,6 @@ once a forward, by one launch a layer; their bytes are in those of the rows."""
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,6 +30,6 @@ def run(suite: Suite) -> None:
 def small_hybrid(folder: Path) -> str:
     """A model of the demo's sizes with random weights, for rehearsals."""
     torch.manual_seed(0)
-    config = parse_hf_config(json.loads(json.dumps(CONFIG)), name="demo-hybrid", generation={})
+    config = parse_hf_config(CONFIG, name="demo-hybrid", generation={})
     export(initialise(Transformer(config)), folder)
     return str(folder)
