@@ -121,7 +121,8 @@ def test_states_are_as_large_as_planned(
 
     monkeypatch.setattr(RowStates, "zeros", count)
     out = tmp_path / "out.jsonl"
-    words = ["--draft", "self", "ngram,gamma=8", "self,gamma=2", "--budget", 33, "--model", hybrid]
+    small = f"model:{tiny_checkpoint},gamma=2,kv_policy=full"  # whose cache is the largest draft's
+    words = ["--draft", "ngram", small, "--model", hybrid]
     ended = command("acceptance", *words, *SMALL.split(), "--out", out)
     assert ended.code == 0, ended.err
     assert len(sizes) == 2  # now, and as at the ends of prompts
