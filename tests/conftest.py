@@ -465,11 +465,6 @@ def served_pairs() -> set[tuple[str, str | None]]:
     return {(d, None if d == "ngram" else p) for d, p in pairs}
 
 
-def pairs_on_gpus() -> set[tuple[str, str | None]]:
-    """Those of `served_pairs` that a GPU serves, where steps are captured: no draft reads codes."""
-    return {(d, p) for d, p in served_pairs() if p is None or not policy_called(p).reads_codes}
-
-
 def save_checkpoint(model: Transformer, directory: Path) -> Path:
     """A Hugging Face directory with the demo's tokenizer."""
     assert model.shard == Shard()

@@ -19,6 +19,7 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.config.capabilities import Capabilities, HeadSizes
 from magicdec.kernels import build
 from magicdec.kernels.build import next_power
+from magicdec.kv.layout import CODED_ON_GPUS, PLAIN, KVLayout
 from magicdec.kv.view import KVView
 
 BLOCK_SIZE = 64  # tokens in a KV block: a multiple of the keys of every tile
@@ -31,6 +32,7 @@ REGISTERS = 65_536  # of a processor, since capability 5.0
 SHARED_OVERHEAD = 1024  # bytes of shared memory that the system takes for each program
 INTERPRETED_PROGRAMS = 8  # assumed to run at once on a CPU, so that tests split keys as a GPU does
 STORAGE = (torch.float32, torch.bfloat16)
+BITS = {torch.int8: 8, torch.uint8: 4}  # of codes, by the dtype of a pool
 
 
 def missing_parts() -> str | None:
@@ -40,14 +42,15 @@ def missing_parts() -> str | None:
 
 
 class TritonBackend(AttentionBackend):
-    """A backend that stores float32 or bfloat16 and accumulates in float32. Buffers for merging
-    splits, a few megabytes, are not estimated."""
+    """A backend that stores float32, bfloat16 or codes, which are widened for products, and
+    accumulates in float32. Buffers for merging splits, a few megabytes, are not estimated."""
 
     capabilities = Capabilities(
         "triton",
         missing_parts=missing_parts,
         is_interpreted_on_cpu=True,
         head_sizes=HeadSizes("at most 256", range(1, 257)),
+        reads_codes=True,
     )
 
     @staticmethod
@@ -66,6 +69,9 @@ class TritonBackend(AttentionBackend):
 
     def block_size(self, max_tokens: int) -> int:
         return BLOCK_SIZE
+
+    def layout(self, dtype: torch.dtype) -> KVLayout:
+        return CODED_ON_GPUS.get(dtype, PLAIN)
 
     def plan(self, view: KVView) -> None:
         if self._kernels is None:
@@ -142,13 +148,15 @@ class Call:
         self.num_kv_heads = k.shape[2]
         group = self.num_heads // self.num_kv_heads
         packed = self.num_new * group
-        block_d = max(16, next_power(size))
-        tile = choose_tile(q.dtype, block_d, packed, q.device.type == "cpu")
+        bits = BITS.get(self.k_pool.dtype, 0)
+        block_d = max(32 if bits == 4 else 16, next_power(size))
+        tile = choose_tile(q.dtype, block_d, packed, bits, q.device.type == "cpu")
         self.num_tiles = -(-packed // tile["BLOCK_M"])
         self.head: dict[str, Any] = {
             "SIZE": size,
             "BLOCK_D": block_d,
             "BLOCK_SIZE": cache.shape.block_size,
+            "BITS": bits,
         }
         assert cache.shape.block_size % tile["BLOCK_N"] == 0, "a tile of keys lies in one block"
         sizes = {"GROUP": group, "BLOCK_R": next_power(self.ranges.shape[2])}
@@ -310,7 +318,7 @@ def list_keys(kernels: ModuleType, view: KVView) -> Tensor:
 
 
 def choose_tile(
-    dtype: torch.dtype, block_d: int, num_queries: int, interpreted: bool
+    dtype: torch.dtype, block_d: int, num_queries: int, bits: int, interpreted: bool
 ) -> dict[str, int]:
     """Tile sizes, BLOCK_M packed queries and BLOCK_N keys, and compiler options: two tiles fit
     into shared memory and nothing spills, on GPUs since Ampere (tests/oracle/test_triton.py).
@@ -318,21 +326,24 @@ def choose_tile(
     With at most 168 registers three programs of four warps fit on a processor. Float32 takes no
     tensor cores, to be exact; its products are unrolled, so larger tiles would compile for
     minutes."""
-    block_m = max(16, min(64, next_power(num_queries)))
+    block_m = max(16, min(32 if bits == 4 else 64, next_power(num_queries)))
     if interpreted:
         return {"BLOCK_M": block_m, "BLOCK_N": 64, "IN_FLOAT32": True}
     if dtype == torch.float32:
         sizes = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 8, "maxnreg": 255}
         return sizes | {"num_stages": 3, "IN_FLOAT32": False}
     sums = block_m * block_d  # float32, in registers
+    # What is widened from codes takes registers, too.
+    is_large = sums > (32 if bits else 64) * 128 or (bits == 4 and sums > 16 * 128)
+    is_small = sums <= 32 * 128 and block_m <= (16 if bits else 32)
     return {
         "BLOCK_M": block_m,
         # 64 keys at 32 and 64 queries: 0.77 and 0.91 of the time of 32 keys on an H200
         # (docs/log/gpu.md). Several tiles of queries spill with them.
         "BLOCK_N": 16 if block_d > 128 else 64 if num_queries <= 64 else 32,
-        "num_warps": 8 if sums > 64 * 128 else 4,
+        "num_warps": 8 if is_large else 4,
         "num_stages": 3,  # the next two loads of keys or values are on their way
-        "maxnreg": 168 if block_m <= 32 and sums <= 32 * 128 else 255,
+        "maxnreg": 168 if is_small and not is_large else 255,
         "IN_FLOAT32": False,
     }
 

@@ -14,8 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from magicdec.kernels.triton_kernels import to_bfloat16
+
 LOG2E = tl.constexpr(1.4426950408889634)
 WEIGHTS_BLOCK = tl.constexpr(16)  # keys whose weights are summed; equals `kv.view.WEIGHTS_BLOCK`
+# Of codes, as in `kv.layout`: tokens of a tile, dimensions of a scale, and of a transform.
+TILE = tl.constexpr(64)
+GROUP_4 = tl.constexpr(32)
+MIXED = tl.constexpr(16)
 
 
 @triton.jit
@@ -27,11 +33,161 @@ def _count_keys(ranges, num_ranges, BLOCK_R: tl.constexpr):
 
 
 @triton.jit
-def _load_tokens(pool, slots, valid, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Keys or values [N, D] at `slots` [N]; 0 unless `valid`."""
+def _load_tokens(
+    pool,
+    slots,
+    valid,
+    DTYPE: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Keys or values [N, D] at `slots` [N]; 0 unless `valid`. Codes of `BITS` bits (0: none) are
+    widened to `DTYPE`."""
+    if BITS == 8:
+        tokens = _load_int8(pool, slots, valid, SIZE, BLOCK_D).to(DTYPE)
+    elif BITS == 4:
+        tokens = _load_int4(pool, slots, valid, SIZE, BLOCK_D).to(DTYPE)
+    else:
+        d = tl.arange(0, BLOCK_D)
+        mask = valid[:, None] & (d < SIZE)[None, :]
+        tokens = tl.load(pool + slots[:, None] * SIZE + d[None, :], mask=mask, other=0.0)
+    return tokens
+
+
+@triton.jit
+def _int8_places(slots, SIZE: tl.constexpr):
+    """The first code [N] and the scale [N] of tokens: addresses in a pool, in bytes."""
+    tile = slots // TILE * (TILE * (SIZE + 4))
+    token = slots % TILE
+    return tile + token * SIZE, tile + TILE * SIZE + token * 4
+
+
+@triton.jit
+def _load_int8(pool, slots, valid, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """As float32."""
     d = tl.arange(0, BLOCK_D)
+    first, scale = _int8_places(slots, SIZE)
     mask = valid[:, None] & (d < SIZE)[None, :]
-    return tl.load(pool + slots[:, None] * SIZE + d[None, :], mask=mask, other=0.0)
+    codes = tl.load(pool + first[:, None] + d[None, :], mask=mask, other=0)
+    scales = tl.load((pool + scale).to(tl.pointer_type(tl.float32)), mask=valid, other=0.0)
+    return codes.to(tl.float32) * scales[:, None]
+
+
+@triton.jit
+def _store_int8(pool, slots, numbers, valid, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Writes numbers float32 [N, D]."""
+    d = tl.arange(0, BLOCK_D)
+    first, scale = _int8_places(slots, SIZE)
+    most = tl.max(tl.abs(numbers), 1)
+    inverse = tl.where(most > 0.0, tl.div_rn(127.0, tl.where(most > 0.0, most, 1.0)), 0.0)
+    codes = _round(numbers * inverse[:, None]).to(tl.int8)
+    mask = valid[:, None] & (d < SIZE)[None, :]
+    tl.store(pool + first[:, None] + d[None, :], codes, mask=mask)
+    scales = tl.div_rn(most, tl.full(most.shape, 127.0, tl.float32))
+    tl.store((pool + scale).to(tl.pointer_type(tl.float32)), scales, mask=valid)
+
+
+@triton.jit
+def _int4_places(slots, SIZE: tl.constexpr):
+    """The first byte of codes [N] and the first scale [N] of tokens: addresses in a pool, in bytes.
+    Scales of the next group are 2 TILE bytes further."""
+    code_bytes: tl.constexpr = tl.cdiv(SIZE, GROUP_4) * (GROUP_4 // 2)
+    tile_bytes: tl.constexpr = TILE * (code_bytes + tl.cdiv(SIZE, GROUP_4) * 2)
+    tile = slots // TILE * tile_bytes
+    token = slots % TILE
+    return tile + token * code_bytes, tile + TILE * code_bytes + token * 2
+
+
+@triton.jit
+def _load_int4(pool, slots, valid, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """As float32; of keys, their transforms."""
+    num_tokens: tl.constexpr = slots.shape[0]
+    num_groups: tl.constexpr = BLOCK_D // GROUP_4
+    used_groups: tl.constexpr = tl.cdiv(SIZE, GROUP_4)
+    half: tl.constexpr = GROUP_4 // 2
+    first, scale = _int4_places(slots, SIZE)
+    byte = tl.arange(0, BLOCK_D // 2)
+    mask = valid[:, None] & (byte < used_groups * half)[None, :]
+    pairs = tl.load(pool + first[:, None] + byte[None, :], mask=mask, other=0).to(tl.int32)
+    low = ((pairs & 15) ^ 8) - 8  # of 4 bits with a sign
+    high = ((pairs >> 4) ^ 8) - 8
+    joined = tl.join(low.to(tl.int8), high.to(tl.int8))
+    both = tl.reshape(joined, (num_tokens, num_groups, half, 2))
+    codes = tl.reshape(tl.permute(both, (0, 1, 3, 2)), (num_tokens, num_groups, GROUP_4))
+    group = tl.arange(0, num_groups)
+    address = pool + scale[:, None] + group[None, :] * (2 * TILE)
+    is_used = valid[:, None] & (group < used_groups)[None, :]
+    scales = tl.load(address.to(tl.pointer_type(tl.bfloat16)), mask=is_used, other=0.0)
+    numbers = codes.to(tl.float32) * scales.to(tl.float32)[:, :, None]
+    return tl.reshape(numbers, (num_tokens, BLOCK_D))
+
+
+@triton.jit
+def _store_int4(pool, slots, numbers, valid, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Writes numbers float32 [N, D], which are 0 from SIZE on."""
+    num_tokens: tl.constexpr = slots.shape[0]
+    num_groups: tl.constexpr = BLOCK_D // GROUP_4
+    used_groups: tl.constexpr = tl.cdiv(SIZE, GROUP_4)
+    half: tl.constexpr = GROUP_4 // 2
+    first, scale = _int4_places(slots, SIZE)
+    groups = tl.reshape(numbers, (num_tokens, num_groups, GROUP_4))
+    dimension = tl.arange(0, GROUP_4)[None, None, :]
+    chosen = tl.argmax(tl.abs(groups), 2)[:, :, None]
+    largest = tl.sum(tl.where(dimension == chosen, groups, 0.0), 2)
+    scales = to_bfloat16(largest / -8.0)
+    divisor = tl.where(scales == 0.0, 1.0, scales)
+    divided = tl.div_rn(groups, tl.broadcast_to(divisor[:, :, None], groups.shape))
+    codes = tl.minimum(tl.maximum(_round(divided), -8.0), 7.0).to(tl.int32) & 15
+    halves = tl.permute(tl.reshape(codes, (num_tokens, num_groups, 2, half)), (0, 1, 3, 2))
+    low, high = tl.split(halves)
+    pairs = tl.reshape(low | (high << 4), (num_tokens, BLOCK_D // 2)).to(tl.uint8)
+    byte = tl.arange(0, BLOCK_D // 2)
+    mask = valid[:, None] & (byte < used_groups * half)[None, :]
+    tl.store(pool + first[:, None] + byte[None, :], pairs, mask=mask)
+    group = tl.arange(0, num_groups)
+    address = pool + scale[:, None] + group[None, :] * (2 * TILE)
+    is_used = valid[:, None] & (group < used_groups)[None, :]
+    tl.store(address.to(tl.pointer_type(tl.bfloat16)), scales.to(tl.bfloat16), mask=is_used)
+
+
+@triton.jit
+def _round(x):
+    """Numbers of less than 2^22 to the nearest integer, halves to even."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _mixed(x, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The Walsh-Hadamard transform of each MIXED of the dimensions of float32 [N, D], by sums in
+    the order of `kv.layout`. Each step takes the lowest bit of a dimension's number, and makes it
+    the highest."""
+    num_parts: tl.constexpr = BLOCK_N * BLOCK_D // MIXED
+    x = tl.reshape(x, (num_parts, MIXED // 2, 2))
+    for _ in tl.static_range(4):
+        a, b = tl.split(x)
+        turned = tl.permute(tl.join(a + b, a - b), (0, 2, 1))
+        x = tl.reshape(turned, (num_parts, MIXED // 2, 2))
+    return tl.reshape(x, (BLOCK_N, BLOCK_D))
+
+
+@triton.jit
+def _dot(a, b, IN_FLOAT32: tl.constexpr):
+    if IN_FLOAT32:  # Triton's interpreter multiplies the bits of bfloat16 as integers
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def _hadamard(DTYPE: tl.constexpr):
+    """The matrix of the transform [MIXED, MIXED], in any order of sums: 1, or -1 where both numbers
+    have an odd number of ones in the same places."""
+    i = tl.arange(0, MIXED)
+    both = i[:, None] & i[None, :]
+    both = both ^ (both >> 2)
+    both = both ^ (both >> 1)
+    return (1.0 - 2.0 * (both & 1)).to(DTYPE)
 
 
 @triton.jit
@@ -47,24 +203,23 @@ def _load_queries(
     SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BITS: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
 ):
     """Packed queries [M, D] of a KV head from `first` on, 0 after the last, with their tokens
-    and query heads [M]."""
+    and query heads [M]. Keys of 4 bits are transformed, and so are their queries."""
     m = first + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     token = m // GROUP
     query_head = head * GROUP + m % GROUP
     address = row * q_row + token[:, None] * q_token + query_head[:, None] * SIZE + d[None, :]
     mask = (token < num_new)[:, None] & (d < SIZE)[None, :]
-    return tl.load(q + address, mask=mask, other=0.0), token, query_head
-
-
-@triton.jit
-def _dot(a, b, IN_FLOAT32: tl.constexpr):
-    if IN_FLOAT32:  # Triton's interpreter multiplies the bits of bfloat16 as integers
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
+    queries = tl.load(q + address, mask=mask, other=0.0)
+    if BITS == 4:
+        parts = tl.reshape(queries, (BLOCK_M * BLOCK_D // MIXED, MIXED))
+        mixed = _dot(parts, _hadamard(queries.dtype), IN_FLOAT32) / MIXED
+        queries = tl.reshape(mixed.to(queries.dtype), (BLOCK_M, BLOCK_D))
+    return queries, token, query_head
 
 
 @triton.jit
@@ -131,6 +286,7 @@ def _append(
     SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     """Write new tokens `token` [N] of a row and head to the pools where `is_new`."""
     d = tl.arange(0, BLOCK_D)
@@ -138,12 +294,20 @@ def _append(
     position = seq_len + token
     block = tl.load(table + position // BLOCK_SIZE, mask=is_new, other=0)
     slots = (block * num_kv_heads + head) * BLOCK_SIZE + position % BLOCK_SIZE
-    place = slots[:, None] * SIZE + d[None, :]
     source = head * SIZE + d[None, :]
-    new_k = tl.load(k + row * k_row + token[:, None] * k_token + source, mask=mask)
-    new_v = tl.load(v + row * v_row + token[:, None] * v_token + source, mask=mask)
-    tl.store(k_pool + place, new_k, mask=mask)
-    tl.store(v_pool + place, new_v, mask=mask)
+    new_k = tl.load(k + row * k_row + token[:, None] * k_token + source, mask=mask, other=0.0)
+    new_v = tl.load(v + row * v_row + token[:, None] * v_token + source, mask=mask, other=0.0)
+    if BITS == 8:
+        _store_int8(k_pool, slots, new_k.to(tl.float32), is_new, SIZE, BLOCK_D)
+        _store_int8(v_pool, slots, new_v.to(tl.float32), is_new, SIZE, BLOCK_D)
+    elif BITS == 4:
+        keys = _mixed(new_k.to(tl.float32), token.shape[0], BLOCK_D)
+        _store_int4(k_pool, slots, keys, is_new, SIZE, BLOCK_D)
+        _store_int4(v_pool, slots, new_v.to(tl.float32), is_new, SIZE, BLOCK_D)
+    else:
+        place = slots[:, None] * SIZE + d[None, :]
+        tl.store(k_pool + place, new_k, mask=mask)
+        tl.store(v_pool + place, new_v, mask=mask)
 
 
 @triton.jit
@@ -166,6 +330,7 @@ def append(
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     """Write k, v [B,T,G,D], heads adjacent, to the pools. Programs: (B, G, BLOCK_T tiles)."""
     row = tl.program_id(0)
@@ -190,6 +355,7 @@ def append(
         SIZE,
         BLOCK_D,
         BLOCK_SIZE,
+        BITS,
     )
 
 
@@ -284,6 +450,7 @@ def _attend_tiles(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BITS: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):
     """Attention over tiles, tile 0 from key `origin`, of keys from `first_key` to `last_key`, as
@@ -319,13 +486,13 @@ def _attend_tiles(
             BLOCK_N,
             BLOCK_SIZE,
         )
-        keys = _load_tokens(k_pool, own_slots, valid, SIZE, BLOCK_D)
+        keys = _load_tokens(k_pool, own_slots, valid, queries.dtype, SIZE, BLOCK_D, BITS)
         scores = _dot(queries, tl.trans(keys), IN_FLOAT32) * (scale * LOG2E)
         position = key  # its number does as well, unless there is a window
         if IS_LISTED and WINDOW:
             position = tl.load(positions + key, mask=valid, other=0)
         seen = _is_seen(position, valid, own_position, WINDOW)
-        values = _load_tokens(v_pool, own_slots, valid, SIZE, BLOCK_D)
+        values = _load_tokens(v_pool, own_slots, valid, queries.dtype, SIZE, BLOCK_D, BITS)
         scores = tl.where(seen, scores, float("-inf"))
         most, total, sums = _add_keys(scores, values, most, total, sums, IN_FLOAT32)
     return most, total, sums
@@ -434,6 +601,7 @@ def attend(
     BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BITS: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):
     """Attention of a tile of packed queries over a split of keys: out [B,T,H,D] and log-sum-exp,
@@ -481,10 +649,23 @@ def attend(
             SIZE,
             BLOCK_D,
             BLOCK_SIZE,
+            BITS,
         )
         tl.debug_barrier()  # every thread has stored
     queries, token, query_head = _load_queries(
-        q, tile * BLOCK_M, row, head, num_new, q_row, q_token, GROUP, SIZE, BLOCK_D, BLOCK_M
+        q,
+        tile * BLOCK_M,
+        row,
+        head,
+        num_new,
+        q_row,
+        q_token,
+        GROUP,
+        SIZE,
+        BLOCK_D,
+        BLOCK_M,
+        BITS,
+        IN_FLOAT32,
     )
     own_list = row.to(tl.int64) * list_row + head * list_head - first_key
     table = slots + own_list if IS_LISTED else table
@@ -510,6 +691,7 @@ def attend(
         BLOCK_M,
         BLOCK_N,
         BLOCK_SIZE,
+        BITS,
         IN_FLOAT32,
     )
     place = (row * num_new + token).to(tl.int64) * num_heads + query_head
@@ -573,6 +755,7 @@ def sum_mass(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BITS: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):
     """Writes mass, float32 [B, G, num_blocks]: weights of WEIGHTS_BLOCK positions, summed over a
@@ -595,13 +778,26 @@ def sum_mass(
     slot = _find_slots(
         table, first, most, first < most, num_kv_heads, head, False, BLOCK_N, BLOCK_SIZE
     )
-    keys = _load_tokens(k_pool, slot + tl.arange(0, BLOCK_N), visible, SIZE, BLOCK_D)
+    slots = slot + tl.arange(0, BLOCK_N)
+    keys = _load_tokens(k_pool, slots, visible, q.dtype.element_ty, SIZE, BLOCK_D, BITS)
     any_visible = tl.max(visible.to(tl.int32), 0)
     seq_len = tl.load(seq_lens + row).to(tl.int32)
     sums = tl.full((BLOCK_N,), 0.0, tl.float32)
     for first in range(0, num_new * GROUP * any_visible, BLOCK_M):
         queries, token, query_head = _load_queries(
-            q, first, row, head, num_new, q_row, q_token, GROUP, SIZE, BLOCK_D, BLOCK_M
+            q,
+            first,
+            row,
+            head,
+            num_new,
+            q_row,
+            q_token,
+            GROUP,
+            SIZE,
+            BLOCK_D,
+            BLOCK_M,
+            BITS,
+            IN_FLOAT32,
         )
         is_query = token < num_new
         logs = tl.load(lse + (row * num_new + token) * num_heads + query_head, mask=is_query)

@@ -265,7 +265,6 @@ def check_grid(run: ResolvedRun, grid: LatencyGrid, launch: Launch) -> str:
         check_returns_weights(config.attention.backend, kv.resolve().policy)
         check_coded_copy(
             kv.resolve(),
-            config.parallel.device,
             config.attention.backend,
             config.attention.kv_dtype,
             traits_of(model),

@@ -89,7 +89,7 @@ def resolve(
     model = resolve_model(config, parallel, dtype, machine, backend, collectives, target)
     if is_self:
         check_returns_weights(backend, kv.policy)
-        check_coded_copy(kv, device, backend, kv_dtype, target)
+        check_coded_copy(kv, backend, kv_dtype, target)
         check_copy(low_bit, model.target_dtype)
     check_low_bit(low_bit, device, machine)
     section = None

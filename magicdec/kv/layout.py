@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TILE = 64  # tokens of a tile (TILE of attention/cpp/native_problem.h)
+TILE = 64  # tokens of a tile (TILE of attention/cpp/native_problem.h and triton_kernels.py)
+Place = tuple[slice | Tensor, ...]
+"""An index of tokens."""
 
 
 class KVLayout(Protocol):
@@ -101,29 +103,38 @@ def _value_pairs(pool: Tensor) -> Tensor:
     return pool.view(pool.shape[0], -1, pool.shape[-1], 2)
 
 
-class CodedTiled(KVLayout, Protocol):
+class Coded(KVLayout):
     """A layout of codes in tiles of TILE tokens: the tokens' bytes of codes, then their scales.
     Tokens are appended and removed without a change to others. What is read is float32.
 
-    In K the bytes are [bytes of a token / 4, TILE, 4], in V [TILE / 4, bytes of a token, 4]: an
-    entry of 32 bits has four bytes of one token's K, and one byte of four tokens' V."""
+    On CPUs, where the layout `is_paired`, the bytes of K are [bytes of a token / 4, TILE, 4], those
+    of V [TILE / 4, bytes of a token, 4]: an entry of 32 bits has four bytes of one token's K, and
+    one byte of four tokens' V. On GPUs both are [TILE, bytes of a token], so that programs load
+    vectors of one token."""
 
     block_multiple: int = TILE
 
+    def __init__(self, is_paired: bool) -> None:
+        self.is_paired = is_paired
+
     def code_bytes(self, token_size: int) -> int:
         """Those of a token in a pool, of `token_size` bytes in all."""
+        raise NotImplementedError
 
     def encode(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """The codes [..., bytes] and scales [..., groups] of float32 numbers [..., D]."""
+        raise NotImplementedError
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
         """The numbers float32 [..., D]."""
+        raise NotImplementedError
 
     def scales(self, pool: Tensor) -> Tensor:
         """[layers, tiles, groups, TILE]."""
+        raise NotImplementedError
 
     def read_keys(self, pool: Tensor, slots: Tensor) -> Tensor:
-        return self._read(self._key_quads(pool)[:, slots // TILE, :, slots % TILE], pool, slots)
+        return self._read(*self._keys(pool, slots), pool, slots)
 
     def read_key_blocks(self, layer: Tensor, blocks: Tensor, num_tokens: int) -> Tensor:
         num_heads, size = layer.shape[1:3]
@@ -133,34 +144,39 @@ class CodedTiled(KVLayout, Protocol):
         return self.read_keys(layer.unsqueeze(0), slots.flatten()).view(*slots.shape, -1)
 
     def write_keys(self, pool: Tensor, slots: Tensor, entries: Tensor) -> None:
-        codes = self._write_scales(pool, slots, entries).unflatten(2, (-1, 4))
-        self._key_quads(pool)[:, slots // TILE, :, slots % TILE] = codes
+        self._write(*self._keys(pool, slots), pool, slots, entries)
 
     def read_values(self, pool: Tensor, slots: Tensor) -> Tensor:
-        quads = self._value_quads(pool)[:, slots // TILE, slots % TILE // 4, :, slots % 4]
-        return self._read(quads, pool, slots)
+        return self._read(*self._values(pool, slots), pool, slots)
 
     def write_values(self, pool: Tensor, slots: Tensor, entries: Tensor) -> None:
-        codes = self._write_scales(pool, slots, entries)
-        self._value_quads(pool)[:, slots // TILE, slots % TILE // 4, :, slots % 4] = codes
+        self._write(*self._values(pool, slots), pool, slots, entries)
 
-    def _write_scales(self, pool: Tensor, slots: Tensor, entries: Tensor) -> Tensor:
-        """Writes the scales of entries [layers, N, D], and returns their codes [N, layers,
-        bytes]."""
-        codes, scales = self.encode(entries.float())
-        self.scales(pool)[:, slots // TILE, :, slots % TILE] = scales.transpose(0, 1)
-        return codes.transpose(0, 1)
-
-    def _read(self, codes: Tensor, pool: Tensor, slots: Tensor) -> Tensor:
-        """The numbers float32 [layers, N, D] of codes [N, layers, ...]."""
+    def _read(self, codes: Tensor, place: Place, pool: Tensor, slots: Tensor) -> Tensor:
+        """The numbers float32 [layers, N, D] of a place of `codes`."""
         scales = self.scales(pool)[:, slots // TILE, :, slots % TILE]  # [N, layers, groups]
-        return self.decode(codes.flatten(2), scales).transpose(0, 1)
+        return self.decode(codes[place].flatten(2), scales.transpose(0, 1))
 
-    def _key_quads(self, pool: Tensor) -> Tensor:
-        return self._codes(pool).unflatten(2, (-1, TILE, 4))
+    def _write(
+        self, codes: Tensor, place: Place, pool: Tensor, slots: Tensor, entries: Tensor
+    ) -> None:
+        encoded, scales = self.encode(entries.float())
+        self.scales(pool)[:, slots // TILE, :, slots % TILE] = scales.transpose(0, 1)
+        codes[place] = encoded.view(*encoded.shape[:2], *codes.shape[len(place) :])
 
-    def _value_quads(self, pool: Tensor) -> Tensor:
-        return self._codes(pool).unflatten(2, (TILE // 4, -1, 4))
+    def _keys(self, pool: Tensor, slots: Tensor) -> tuple[Tensor, Place]:
+        """The codes of keys [layers, tiles, TILE, ...], and where those at `slots` [N] are."""
+        place = slice(None), slots // TILE, slots % TILE
+        codes = self._codes(pool)
+        if self.is_paired:
+            return codes.unflatten(2, (-1, TILE, 4)).transpose(2, 3), place
+        return codes.unflatten(2, (TILE, -1)), place
+
+    def _values(self, pool: Tensor, slots: Tensor) -> tuple[Tensor, Place]:
+        if not self.is_paired:
+            return self._keys(pool, slots)
+        codes = self._codes(pool).unflatten(2, (TILE // 4, -1, 4)).transpose(3, 4)
+        return codes, (slice(None), slots // TILE, slots % TILE // 4, slots % 4)
 
     def _codes(self, pool: Tensor) -> Tensor:
         return _byte_tiles(pool)[..., : TILE * self.code_bytes(pool.shape[-1])]
@@ -170,7 +186,7 @@ SCALE_BYTES = 4
 MOST_CODE = 127
 
 
-class Int8Tiled(CodedTiled):
+class Int8(Coded):
     """int8 codes, with a float32 scale for the K and one for the V of each token and head, which
     maps its largest magnitude to MOST_CODE (attention/cpp/native_int8.h)."""
 
@@ -202,7 +218,7 @@ GROUP_BYTES = GROUP // 2 + 2
 MIXED = 16  # dimensions of a key that are transformed together, before they are rounded
 
 
-class Int4Tiled(CodedTiled):
+class Int4(Coded):
     """int4 codes from -8 to 7, two in a byte of uint8 pools, with a bfloat16 scale for each GROUP
     of dimensions of the K and V of each token and head, which maps its number of the largest
     magnitude to -8, as `--draft_weights int4` does (attention/cpp/native_int4.h). The codes of a
@@ -266,9 +282,10 @@ def _byte_tiles(pool: Tensor) -> Tensor:
 
 PLAIN = Plain()
 TILED = Tiled()
-INT8_TILED = Int8Tiled()
-INT4_TILED = Int4Tiled()
+INT8_TILED = Int8(is_paired=True)
+INT4_TILED = Int4(is_paired=True)
 # The layouts of codes by the dtype of their pools.
 CODED = {torch.int8: INT8_TILED, torch.uint8: INT4_TILED}
+CODED_ON_GPUS = {torch.int8: Int8(is_paired=False), torch.uint8: Int4(is_paired=False)}
 # The dtypes of pools by the name of what they store (`names.KV_DTYPES`).
 POOL_DTYPES = {"int8": torch.int8, "int4": torch.uint8}

@@ -5,10 +5,10 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import decode_both, make_draft, make_requests, pairs_on_gpus, random_prompts
+from conftest import decode_both, make_draft, make_requests, random_prompts, served_pairs
 from recorder import StandInRecorder
 
-from magicdec.config.capabilities import capabilities_of, list_backends
+from magicdec.config.capabilities import capabilities_of, list_backends, policy_called
 from magicdec.config.sections import KVSection
 from magicdec.distributed.groups import Group
 from magicdec.model.checkpoint.source import find_model
@@ -26,7 +26,7 @@ from magicdec.speculation.steps.recorder import Recorder as AnyRecorder
 
 pytestmark = pytest.mark.wide
 
-PAIRS = sorted(pairs_on_gpus(), key=str)
+PAIRS = sorted(served_pairs(), key=str)
 FLOAT32_BACKENDS = sorted(list_backends(lambda c: "cuda" in c.devices and "float32" in c.dtypes))
 PROMPTS = [300, 70, 1, 190]
 NUM_NEW = 40
@@ -78,7 +78,8 @@ def emitted(
 
 @cache
 def on_cpu(drafter: str, policy: str | None) -> list[list[int]]:
-    baseline, ours, _ = emitted("cpu", drafter, policy, "grouped")
+    reads_codes = policy is not None and policy_called(policy).reads_codes
+    baseline, ours, _ = emitted("cpu", drafter, policy, "sdpa" if reads_codes else "grouped")
     assert ours == baseline
     return ours
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.native import NativeBackend, flags_of, kernel
 from magicdec.attention.sdpa import SDPABackend
+from magicdec.attention.triton import TritonBackend, missing_parts
 from magicdec.config.sections import KVSection
 from magicdec.engine.engine import Engine
 from magicdec.kv.cache import BatchRows
@@ -184,11 +185,16 @@ def rows_of(batch: Sequence[Request]) -> list[int]:
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "sdpa": SDPABackend,
     "native": NativeBackend,
+    "triton": TritonBackend,
 }
+INTERPRETED = pytest.mark.skipif(
+    torch.cuda.is_available() or missing_parts() is not None, reason="nothing to interpret"
+)
+WAYS = ["sdpa", "native", "native steps", pytest.param("triton", marks=INTERPRETED)]
 
 
 @pytest.mark.narrow("values")
-@pytest.mark.parametrize("way", [*BACKENDS, "native steps"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_logits_of_drafts_are_those_over_rounded_numbers(

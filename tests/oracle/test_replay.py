@@ -33,8 +33,9 @@ from conftest import (
     make_draft,
     make_requests,
     make_runner,
-    pairs_on_gpus,
     random_prompts,
+    served_pairs,
+    that_drafts,
     tiny_transformer,
 )
 from draft_heads import is_head, made_head, state_layers
@@ -73,7 +74,7 @@ from magicdec.speculation.steps.recorder import CudaGraphs, Eager
 from magicdec.speculation.steps.recorder import Recorder as AnyRecorder
 from magicdec.speculation.steps.strategy import Setup, make_strategy
 
-PAIRS = sorted(pairs_on_gpus(), key=str)
+PAIRS = sorted(served_pairs(), key=str)
 MIXED = [
     ("ngram+self", "streaming_llm"),
     ("ngram+self", "snapkv"),
@@ -118,14 +119,16 @@ def started(
     sliding_window: int | None = None,
     block_size: int = 16,
     device: str = "cpu",
+    kv: KVSection = KVSection("full"),
 ) -> tuple[Engine, list[Request]]:
-    """An engine that has prefilled the prompts, and its snapshots."""
+    """An engine that has prefilled the prompts, and its snapshots. Its backend reads what drafts
+    under `kv` do."""
     config = replace(TINY, layer_kinds=(LayerKind(sliding_window),))
     dtype = torch.float32 if kind == "greedy" else torch.float64
     model = tiny_transformer(config, dtype=dtype)
     size = max(PROMPTS) + max(NUM_NEW) + MOST
     runner = make_runner(model.to(device), len(PROMPTS), size, SDPABackend(block_size))
-    engine = Engine(runner, 64)
+    engine = Engine(that_drafts(runner, kv), 64)
     prompts = random_prompts(PROMPTS, TINY.vocab_size)
     rows = zip(prompts, NUM_NEW, KINDS[kind], strict=True)
     requests = [Request(i, p, make_params(s, n, (), i)) for i, (p, n, s) in enumerate(rows)]
@@ -203,8 +206,8 @@ def check_same(pair: tuple[str | None, str | None], kind: str, eager: Result, ou
 def test_replayed_steps_emit_the_same_tokens(
     drafter: str | None, policy: str | None, kind: str
 ) -> None:
-    engine, snapshots = started(kind)
     kv = section_of(policy)
+    engine, snapshots = started(kind, kv=kv)
     recorder = StandInRecorder()
     eager = run(engine, snapshots, drafter, kv, 4, None)
     ours = run(engine, snapshots, drafter, kv, 4, recorder)
@@ -229,8 +232,8 @@ def test_replayed_steps_emit_the_same_tokens(
 def test_graphs_on_a_gpu_sample_the_same_tokens(
     drafter: str | None, policy: str | None, kind: str
 ) -> None:
-    engine, snapshots = started(kind, device="cuda")
     kv = section_of(policy)
+    engine, snapshots = started(kind, device="cuda", kv=kv)
     graphs = CudaGraphs(torch.device("cuda"))
     eager = run(engine, snapshots, drafter, kv, 4, None)
     check_same((drafter, policy), kind, eager, run(engine, snapshots, drafter, kv, 4, graphs))
@@ -254,8 +257,8 @@ def test_replayed_steps_of_any_draft_lengths_emit_the_same_tokens(
 ) -> None:
     """Some steps draft nothing. The measurement of `--gamma auto` comes first, of one row and of
     all."""
-    engine, snapshots = started(kind)
     kv = section_of(policy)
+    engine, snapshots = started(kind, kv=kv)
     recorder = StandInRecorder()
     eager, ours = (
         run(engine, snapshots, drafter, kv, "auto", used, OneAlone(SCRIPT))

@@ -130,20 +130,13 @@ def check_keys(flag: str, value: str, model: ModelTraits, instead: str) -> None:
         )
 
 
-def check_coded_copy(
-    kv: KVSection, device: str, backend: str, kv_dtype: str, model: ModelTraits
-) -> None:
+def check_coded_copy(kv: KVSection, backend: str, kv_dtype: str, model: ModelTraits) -> None:
     """Raises ValueError if drafts of the section read a copy in codes that the backend does not
     read, that cannot hold the model's keys, or that have no fewer bits than the target's cache in
     `kv_dtype`."""
     if not policy_called(kv.policy).reads_codes:
         return
     policy = f"--kv_policy {kv.policy}"
-    if device != "cpu":
-        raise ValueError(
-            f"--device {device}: the codes that drafts of {policy} read are for CPUs; choose "
-            "--device cpu, or another policy"
-        )
     if not capabilities_of(backend).reads_codes:
         fitting = ", ".join(list_backends(lambda c: c.reads_codes))
         raise ValueError(

@@ -10,14 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from magicdec.kernels.triton_kernels import to_bfloat16
+
 
 @triton.jit
 def _stored(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     """float32 values rounded to `dtype`: to nearest, ties to even."""
-    if INTERPRETED and dtype == tl.bfloat16:  # the interpreter would truncate; a GPU rounds
-        bits = values.to(tl.int32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        values = rounded.to(tl.float32, bitcast=True)
+    if INTERPRETED and dtype == tl.bfloat16:
+        values = to_bfloat16(values)
     return values.to(dtype)
 
 

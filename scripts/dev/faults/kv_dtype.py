@@ -7,6 +7,7 @@ from faults.fault import Fault, Property
 KV = "test_kv_dtype.py::"
 QUANTISED = "test_quantised_kv.py::"
 COPY = "speculation/copied_kv.py"
+TRITON = "attention/triton_kernels.py"
 
 PROPERTIES = (
     Property(
@@ -122,6 +123,60 @@ PROPERTIES = (
                 "attention/cpp/native_int4.h",
                 "std::lrint(float(numbers[d] * inverse))",
                 "int(numbers[d] * inverse)",
+            ),
+        ),
+    ),
+    Property(
+        "Kernels for GPUs read and write an int4 cache as its definition says.",
+        f"{QUANTISED}test_logits_of_drafts_are_those_over_rounded_numbers[int4-two groups-triton]",
+        (
+            Fault(
+                "a program's queries are not transformed as keys are",
+                TRITON,
+                "        queries = tl.reshape(mixed.to(queries.dtype), (BLOCK_M, BLOCK_D))\n",
+                "",
+            ),
+            Fault(
+                "a program transforms keys in three steps of four",
+                TRITON,
+                "tl.static_range(4)",
+                "tl.static_range(3)",
+            ),
+            Fault(
+                "low codes lie between high ones",
+                TRITON,
+                "tl.permute(both, (0, 1, 3, 2))",
+                "tl.permute(both, (0, 1, 2, 3))",
+            ),
+            Fault(
+                "a program takes a tile's first scales",
+                TRITON,
+                "tile + TILE * code_bytes + token * 2",
+                "tile + TILE * code_bytes + token * 0",
+            ),
+            Fault(
+                "a program cuts quotients off",
+                TRITON,
+                "return (x + 12582912.0) - 12582912.0",
+                "return x",
+            ),
+        ),
+    ),
+    Property(
+        "Kernels for GPUs read and write an int8 cache as its definition says.",
+        f"{QUANTISED}test_logits_of_drafts_are_those_over_rounded_numbers[int8-two groups-triton]",
+        (
+            Fault(
+                "a program takes the scale of the token before",
+                TRITON,
+                "tile + TILE * SIZE + token * 4",
+                "tile + TILE * SIZE + (token - 1) * 4",
+            ),
+            Fault(
+                "a program rounds to 128ths",
+                TRITON,
+                "tl.div_rn(127.0, ",
+                "tl.div_rn(126.0, ",
             ),
         ),
     ),

@@ -18,6 +18,7 @@ from magicdec.config.capabilities import capabilities_of
 from magicdec.config.machine import Machine
 from magicdec.hardware.environment import missing_backends
 from magicdec.kv.cache import KVCache
+from magicdec.kv.layout import POOL_DTYPES
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import make_view
 from magicdec.setup.loading import make_backend
@@ -38,14 +39,24 @@ def run(suite: Suite) -> None:
     for place in scale.places:
         for model, heads in scale.heads.items():
             for backend in scale.backends:
-                name = f"{model}/B{place[0]}/S{place[1]}/{backend}"
-                results.cell(name, partial(time_backend, suite, backend, heads, *place))
+                for kind, stored in stored_by(backend).items():
+                    name = f"{model}/B{place[0]}/S{place[1]}/{backend}{kind}"
+                    results.cell(name, partial(time_backend, suite, backend, heads, *place, stored))
 
 
-def time_backend(suite: Suite, name: str, heads: Heads, B: int, S: int) -> dict[str, Any]:
+def stored_by(backend: str) -> dict[str, torch.dtype]:
+    """The dtypes of caches that are measured, by the ends of their cells' names."""
+    codes = POOL_DTYPES if backend == "triton" else {}
+    return {"": DTYPE} | {f", {name} KV": dtype for name, dtype in codes.items()}
+
+
+def time_backend(
+    suite: Suite, name: str, heads: Heads, B: int, S: int, stored: torch.dtype = DTYPE
+) -> dict[str, Any]:
     """For each number of new tokens T: milliseconds of `run` of one layer (replayed from a CUDA
-    graph if it can be captured) and of `plan`, and the share of the copy's bandwidth. Raises
-    RuntimeError if the backend does not support this problem or it does not fit."""
+    graph if it can be captured) and of `plan`, and the share of the copy's bandwidth, over a cache
+    in the dtype `stored`. Raises RuntimeError if the backend does not support this problem or it
+    does not fit."""
     device = suite.device
     tokens = suite.scale.attention_tokens
     capabilities = capabilities_of(name)
@@ -53,7 +64,9 @@ def time_backend(suite: Suite, name: str, heads: Heads, B: int, S: int) -> dict[
     obstacle = capabilities.obstacle(machine, device.type, heads.D, "bfloat16")
     if obstacle:
         raise RuntimeError(obstacle)
-    per_layer = 2 * B * (S + max(tokens)) * heads.G * heads.D * DTYPE.itemsize
+    backend = make_backend(name)
+    token_bytes = backend.layout(stored).token_size(heads.D) * stored.itemsize
+    per_layer = 2 * B * (S + max(tokens)) * heads.G * token_bytes
     layers = num_layers(per_layer, device)
     needed = layers * per_layer
     if device.type == "cuda":
@@ -61,17 +74,16 @@ def time_backend(suite: Suite, name: str, heads: Heads, B: int, S: int) -> dict[
         if 1.3 * needed > torch.cuda.mem_get_info()[0]:
             raise RuntimeError(f"{needed / 1e9:.1f} GB of keys and values do not fit")
     copied = suite.results.cells["copy_bandwidth"]["bytes_per_s"]
-    backend = make_backend(name)
-    cache = filled_cache(backend, heads, B, S, max(tokens), device, layers)
+    cache = filled_cache(backend, heads, B, S, max(tokens), device, layers, stored)
     found = {}
     for T in tokens:
-        call, plan, _ = prepare_call(backend, cache, heads, B, T)
+        call, plan, _ = prepare_call(backend, cache, heads, B, T, DTYPE)
         again: Callable[[], Tensor] = call
         if device.type == "cuda" and capabilities.can_be_recorded:
             call()
             again = CudaGraphs(device).record(call)
         seconds = median_seconds(device, again, calls=3) / layers
-        num_bytes = 2 * B * heads.G * heads.D * (S + T) * DTYPE.itemsize
+        num_bytes = 2 * B * heads.G * token_bytes * (S + T)
         found[str(T)] = {
             "ms": 1e3 * seconds,
             "layers": layers,
@@ -109,20 +121,20 @@ def filled_cache(
     for row in range(B):
         cache.allocate(row, S + room)
     generator = torch.Generator(device).manual_seed(0)
-    cache.k.normal_(generator=generator)
-    cache.v.normal_(generator=generator)
+    for pool in (cache.k, cache.v):
+        shape.layout.fill_randomly(pool, generator)
     cache.advance(range(B), S)
     return cache
 
 
 def prepare_call(
-    backend: AttentionBackend, cache: KVCache, heads: Heads, B: int, T: int
+    backend: AttentionBackend, cache: KVCache, heads: Heads, B: int, T: int, dtype: torch.dtype
 ) -> tuple[Callable[[], Tensor], Callable[[], None], Tensor]:
     """Returns two calls, the attention of all layers over T new tokens and their plan, and the
     queries. The plan has been made once."""
     generator = torch.Generator(cache.k.device).manual_seed(1)
     q, k, v = (
-        torch.randn(B, T, n, heads.D, generator=generator, device=cache.k.device).to(cache.k.dtype)
+        torch.randn(B, T, n, heads.D, generator=generator, device=cache.k.device).to(dtype)
         for n in (heads.H, heads.G, heads.G)
     )
     view = make_view(cache, range(B), FullKV(), T)

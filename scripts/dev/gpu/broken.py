@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import magicdec
-from gpu.attention import filled_cache, prepare_call, time_backend
+from gpu.attention import DTYPE, filled_cache, prepare_call, stored_by, time_backend
 from gpu.device_clock import copy_bandwidth
 from gpu.scale import Heads, Suite, obstacle_of
 from magicdec.attention.backend import AttentionBackend
@@ -54,7 +54,10 @@ def run(suite: Suite) -> None:
                 if (why := obstacle_of(backend, suite.device, heads.D, str(dtype)[6:])) is not None:
                     left_out[name] = why
                     continue
-                cell(name, partial(check_attention, suite, backend, heads, dtype))
+                kinds = stored_by(backend) if dtype == DTYPE else {"": dtype}
+                for kind, stored in kinds.items():
+                    check = partial(check_attention, suite, backend, heads, dtype, stored)
+                    cell(f"{name}{kind}", check)
     size = find_model("--model", "demo").config.cached_head_dim
     for backend in suite.scale.backends:
         if (why := obstacle_of(backend, suite.device, size, "float32")) is not None:
@@ -64,10 +67,12 @@ def run(suite: Suite) -> None:
     place = suite.scale.places[0]
     model, heads = next(iter(suite.scale.heads.items()))
     for backend in suite.scale.backends:
-        if obstacle_of(backend, suite.device, heads.D, "bfloat16") is None:
+        if obstacle_of(backend, suite.device, heads.D, "bfloat16") is not None:
+            continue
+        for kind, stored in stored_by(backend).items():
             cell(
-                f"{model}/B{place[0]}/S{place[1]}/{backend}",
-                partial(time_backend, suite, backend, heads, *place),
+                f"{model}/B{place[0]}/S{place[1]}/{backend}{kind}",
+                partial(time_backend, suite, backend, heads, *place, stored),
             )
     cell("left out", lambda: left_out)
 
@@ -90,12 +95,14 @@ def import_all() -> dict[str, Any]:
     return {"modules": len(modules)}
 
 
-def check_attention(suite: Suite, name: str, heads: Heads, dtype: torch.dtype) -> dict[str, float]:
-    """The largest difference from attention in float64, and seconds of the first call and the
-    second. Raises RuntimeError if the difference is too large."""
+def check_attention(
+    suite: Suite, name: str, heads: Heads, dtype: torch.dtype, stored: torch.dtype
+) -> dict[str, float]:
+    """The largest difference from attention in float64 over a cache in the dtype `stored`, and
+    seconds of the first call and the second. Raises RuntimeError if the difference is too large."""
     backend = make_backend(name)
-    cache = filled_cache(backend, heads, ROWS, LENGTH, NUM_NEW, suite.device, 1, dtype)
-    call, _, q = prepare_call(backend, cache, heads, ROWS, NUM_NEW)
+    cache = filled_cache(backend, heads, ROWS, LENGTH, NUM_NEW, suite.device, 1, stored)
+    call, _, q = prepare_call(backend, cache, heads, ROWS, NUM_NEW, dtype)
     started = time.perf_counter()
     out = call().cpu()
     first = time.perf_counter() - started

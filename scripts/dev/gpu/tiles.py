@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from gpu.attention import filled_cache, num_layers, prepare_call
+from gpu.attention import DTYPE, filled_cache, num_layers, prepare_call
 from gpu.device_clock import copy_bandwidth, median_seconds
 from gpu.scale import Heads, Suite
 from magicdec.attention import triton
@@ -71,7 +71,7 @@ def time_tile(
         caches.append(filled_cache(triton.TritonBackend(), heads, B, S, most, device, layers))
     cache = caches[0]
     backend = triton.TritonBackend()
-    _, _, q = prepare_call(backend, cache, heads, B, T)
+    _, _, q = prepare_call(backend, cache, heads, B, T, DTYPE)
     k, v = (torch.randn(B, T, heads.G, heads.D, device=device).to(q.dtype) for _ in "kv")
     rule = SinksAndWindow(SINKS, BUDGET) if is_listed else FULL
     view = make_view(cache, range(B), rule, T)
