@@ -2,10 +2,14 @@
 """Serves a model with every draft in every way on several ranks, in float32, and prints a table of
 how many tokens of each are those of plain decoding, or why a way refuses a draft.
 
-    python scripts/dev/lossless_matrix.py --model DIR --write results/hybrids/README.md
+    python scripts/dev/lossless_matrix.py --write results/hybrids/README.md
 
-Plain decoding itself is beside transformers' in tests. A cell in which a token differs, or that
-ends otherwise, is in the table as well, and the exit status says so.
+The model is a tiny one with linear attention in three layers of four and random weights, whose last
+layer decides its tokens, and whose head for multi-token prediction is that layer again, behind the
+embeddings of tokens: so some of its drafts are right. Plain decoding itself is beside transformers'
+in tests. A cell in which a token differs, or that ends otherwise, is in the table as well, and the
+exit status says so. The second number of a cell is what a verification emitted on the mean, so that
+drafts of which none was accepted would be seen.
 """
 
 from __future__ import annotations
@@ -18,6 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import torch
+from torch import Tensor
+from train_hybrid import CONFIG, export, initialise
+from train_mtp import MTP_LAYERS, add_to_checkpoint, begin_as_last_layer
+
+from magicdec.model.families.hf_config import parse_hf_config
+from magicdec.model.mtp import MtpHead
+from magicdec.model.transformer import Transformer
 
 BEGIN = "<!-- matrix: scripts/dev/lossless_matrix.py -->"
 END = "<!-- end of matrix -->"
@@ -32,6 +45,14 @@ DRAFTS = {
     "`ngram+self`": "--draft ngram+self --budget 33",
     "`ngram+mtp`": "--draft ngram+mtp --kv_policy full",
     "the model itself": "--draft model:{model} --kv_policy full",
+}
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "layer_types": CONFIG["layer_types"][:4],
+    "head_dim": 32,
+    "tie_word_embeddings": False,  # tied ones of random weights repeat a token
 }
 COMMON = "--dtype float32 --threads 1 --ignore_eos --gamma 3"
 RUN = "run --dataset demo --prefix_len 70 --gen_len 24 --B 3 --num_batches 2"
@@ -82,9 +103,9 @@ def measured(way: Way, draft: str, model: str, talks: Path, folder: Path) -> Cel
     )
     if not out.exists():
         last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
-        is_refusal = ended.returncode == 2
-        reason = last.partition(": ")[2].replace(model, "MODEL")
-        return Cell("refused" if is_refusal else "**ended**", not is_refusal, reason)
+        if ended.returncode == 2:
+            return Cell("refused", reason=last.partition(": ")[2])
+        return Cell("**ended**", True, last)
     records = [json.loads(text) for text in out.read_text().splitlines()]
     return judged(records[-1], ended.returncode)
 
@@ -92,9 +113,10 @@ def measured(way: Way, draft: str, model: str, talks: Path, folder: Path) -> Cel
 def judged(record: dict[str, Any], status: int) -> Cell:
     correctness = record["correctness"] or {}
     text = f"{correctness.get('num_tokens')}"
-    if record["status"] == "verified" and not status:
-        return Cell(text)
-    return Cell(f"**{record['status']}** of {text}", True, str(correctness))
+    if record["status"] != "verified" or status:
+        return Cell(f"**{record['status']}** of {text}", True, str(correctness))
+    emitted = record["metrics"]["mean_acceptance_length"]
+    return Cell(f"{text}, no drafts" if emitted is None else f"{text}, {emitted:.2f}")
 
 
 def table(cells: dict[str, list[Cell]]) -> str:
@@ -114,6 +136,28 @@ def table(cells: dict[str, list[Cell]]) -> str:
     return "\n".join([*lines, *(f"{number}. {reason}" for reason, number in numbers.items())])
 
 
+@torch.no_grad()
+def random_hybrid(folder: Path) -> str:
+    torch.manual_seed(0)
+    fields = CONFIG | SHAPE
+    model = initialise(Transformer(parse_hf_config(fields, folder.name, {})))
+    for number, block in enumerate(model.blocks, 1):
+        share = 1.0 if number == len(model.blocks) else 0.1
+        for name, parameter in block.named_parameters():
+            if name.endswith(("output.weight", "down.weight")):
+                parameter.normal_(std=share / parameter.shape[1] ** 0.5)
+    export(model, folder, fields)
+    head = MtpHead(parse_hf_config(fields | {MTP_LAYERS: 1}, folder.name, {}).mtp_config())
+    begin_as_last_layer(head, model)
+    width = model.config.hidden_size
+    projection = head.projection.weight
+    assert isinstance(projection, Tensor), "it is not packed"
+    projection[:, :width] = torch.eye(width)
+    projection[:, width:] *= 0.05
+    add_to_checkpoint(head, folder)
+    return str(folder)
+
+
 def write_talks(path: Path) -> None:
     """Conversations of different lengths, each turn of which is found up to the answer before."""
     talks = [{"turns": [f"{'far ' * 9 * talk}{turn}" for turn in range(3)]} for talk in range(5)]
@@ -124,7 +168,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="a directory of a model")
+    parser.add_argument("--model", help="a directory of another model")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="a page that has the table")
     args = parser.parse_args()
     cells: dict[str, list[Cell]] = {}
@@ -132,10 +176,11 @@ def main() -> int:
         folder = Path(name)
         talks = folder / "talks.jsonl"
         write_talks(talks)
+        model = args.model or random_hybrid(folder / "random-hybrid")
         for draft, words in DRAFTS.items():
             cells[draft] = []
             for way in WAYS:
-                cell = measured(way, words, args.model, talks, folder)
+                cell = measured(way, words, model, talks, folder)
                 cells[draft].append(cell)
                 print(f"{draft}; {way.name}: {cell.text} {cell.reason}", flush=True)
     found = table(cells)

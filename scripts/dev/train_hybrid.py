@@ -249,12 +249,12 @@ def stored_tensors(model: Transformer) -> dict[str, Tensor]:
     return {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
 
 
-def export(model: Transformer, directory: Path) -> None:
-    """Write a Hugging Face directory."""
+def export(model: Transformer, directory: Path, config: dict[str, Any] = CONFIG) -> None:
+    """Write a Hugging Face directory of a model of these fields of `config`."""
     directory.mkdir(parents=True, exist_ok=True)
     stored = stored_tensors(model)
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     shutil.copyfile(DEMO / "tokenizer.model", directory / "tokenizer.model")
 
 
