@@ -236,35 +236,49 @@ def tables(records: list[LatencyRecord]) -> list[Table]:
     return [_table_of(record) for record in records]
 
 
+Draft = tuple[str | None, int | None, str | None]
+"""The KV policy, budget and low-bit weights of a draft."""
+LOOKUP: Draft = (None, None, None)
+
+
 def break_even_table(record: LatencyRecord) -> Table:
-    """The emitted tokens of a step from which drafting pays, by the number of draft tokens: the
-    time of the drafts and of their verification, divided by that of a decode step. Lookups take no
-    time. Drafts of a policy that watches verifications choose in the first of a step, and are
-    verified by a forward that is watched."""
-    lengths = sorted({row.T - 1 for row in record.rows if row.phase == "verify"})
+    """The emitted tokens of a step from which drafting pays, by the number of draft tokens."""
     lines: list[tuple[Any, ...]] = []
-    for rows in _places(record.rows):
-        decode_ms = rows[0].ms_median
+    for rows in by_place(record.rows):
         lines += [RULE] if lines else []
         place: tuple[int | None, int | None] = (rows[0].B, rows[0].context)
-        verify_ms = {(row.T, row.kv_policy): row.ms_median for row in rows if row.phase == "verify"}
-        first_ms = {_drafts(row): row.ms_median for row in rows if row.phase == "first_draft"}
-        drafts = [(_drafts(row), row.ms_median) for row in rows if row.phase == "draft"]
-        for draft, ms in [(LOOKUP, 0.0), *drafts]:
-            policy = draft[0] if draft in first_ms else None
-            cells = []
-            for gamma in lengths:
-                drafts_ms = first_ms.get(draft, ms) + (gamma - 1) * ms
-                total = drafts_ms + verify_ms.get((gamma + 1, policy), math.nan)
-                cells.append(fixed(total / decode_ms, 2))
-            lines.append((*place, _name(draft), *cells))
+        for draft, tokens in break_even(rows).items():
+            lines.append((*place, _name(draft), *(fixed(number, 2) for number in tokens.values())))
             place = None, None
+    lengths = sorted({row.T - 1 for row in record.rows if row.phase == "verify"})
     columns: list[Column | str] = ["B", "context", Column("drafts", is_text=True)]
     columns += [f"gamma {number}" for number in lengths]
     return Table(columns, lines, title="emitted tokens of a step from which drafting pays")
 
 
-def _places(rows: Sequence[LatencyRow]) -> list[list[LatencyRow]]:
+def break_even(rows: Sequence[LatencyRow]) -> dict[Draft, dict[int, float]]:
+    """Of the rows of one (B, context), by draft and number of draft tokens: the time of the drafts
+    and of their verification, divided by that of a decode step. Lookups take no time. Drafts of a
+    policy that watches verifications choose in the first of a step, and are verified by a forward
+    that is watched. NaN without such a forward."""
+    lengths = sorted({row.T - 1 for row in rows if row.phase == "verify"})
+    verify_ms = {(row.T, row.kv_policy): row.ms_median for row in rows if row.phase == "verify"}
+    first_ms = {_drafts(row): row.ms_median for row in rows if row.phase == "first_draft"}
+    draft_ms = {_drafts(row): row.ms_median for row in rows if row.phase == "draft"}
+    found = dict[Draft, dict[int, float]]()
+    for draft, ms in {LOOKUP: 0.0, **draft_ms}.items():
+        policy = draft[0] if draft in first_ms else None
+        totals = {
+            gamma: first_ms.get(draft, ms)
+            + (gamma - 1) * ms
+            + verify_ms.get((gamma + 1, policy), math.nan)
+            for gamma in lengths
+        }
+        found[draft] = {gamma: total / rows[0].ms_median for gamma, total in totals.items()}
+    return found
+
+
+def by_place(rows: Sequence[LatencyRow]) -> list[list[LatencyRow]]:
     """The rows of each (B, context), whose first is a decode step."""
     places = list[list[LatencyRow]]()
     for row in rows:
@@ -272,11 +286,6 @@ def _places(rows: Sequence[LatencyRow]) -> list[list[LatencyRow]]:
             places.append([])
         places[-1].append(row)
     return places
-
-
-Draft = tuple[str | None, int | None, str | None]
-"""The KV policy, budget and low-bit weights of a draft."""
-LOOKUP: Draft = (None, None, None)
 
 
 def _drafts(row: LatencyRow) -> Draft:
