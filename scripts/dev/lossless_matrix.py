@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from train_hybrid import CONFIG, export, initialise
+from train.hybrid_init import randomise
+from train_hybrid import CONFIG, export
 from train_mtp import MTP_LAYERS, add_to_checkpoint, begin_as_last_layer
 
 from magicdec.model.families.hf_config import parse_hf_config
@@ -140,7 +141,7 @@ def table(cells: dict[str, list[Cell]]) -> str:
 def random_hybrid(folder: Path) -> str:
     torch.manual_seed(0)
     fields = CONFIG | SHAPE
-    model = initialise(Transformer(parse_hf_config(fields, folder.name, {})))
+    model = randomise(Transformer(parse_hf_config(fields, folder.name, {})))
     for number, block in enumerate(model.blocks, 1):
         share = 1.0 if number == len(model.blocks) else 0.1
         for name, parameter in block.named_parameters():

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 import time
 from pathlib import Path
@@ -25,8 +24,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from train.demo_windows import WindowSource
+from train.hybrid_init import circuit_parameters, initialise
 from train_demo import (
     BOS,
+    CIRCUIT_RATE,
     EOS,
     FIRST_WORD,
     MAX_POSITIONS,
@@ -45,7 +46,6 @@ from magicdec.hardware.environment import probe_machine
 from magicdec.model.checkpoint.weight_map import weight_map
 from magicdec.model.elementwise.delta import DeltaTokens, convolve, recur_in_chunks
 from magicdec.model.families.hf_config import parse_hf_config
-from magicdec.model.gated_delta import GatedDeltaNet
 from magicdec.model.transformer import Transformer
 from magicdec.output.writing import append_line
 
@@ -86,40 +86,13 @@ CONFIG: dict[str, Any] = {
 }
 # The last phase trains contexts of 16384 tokens, as those of the demo models.
 PHASES = [
-    Phase(300, 6, 1024, (1.0, 1.0)),
-    Phase(300, 6, 1024, (1.0, 0.3)),
-    Phase(80, 2, 4096, (0.3, 0.12)),
-    Phase(16, 1, 16384, (0.12, 0.0)),
+    Phase(120, 6, 1024, (1.0, 1.0)),
+    Phase(120, 6, 1024, (1.0, 0.3)),
+    Phase(36, 2, 4096, (0.3, 0.12)),
+    Phase(8, 1, 16384, (0.12, 0.0)),
 ]
-EMBEDDING_STD = 0.5
-FINAL_NORM = 0.04  # keeps the first logits small despite the tied head
-SLOWEST_STEP = 1e-3  # softplus of the step's bias at first, of decays
-FASTEST_STEP = 0.1
 SAVE_STEPS = 20
 RECALL_STEPS = 100
-
-
-def initialise(model: Transformer) -> Transformer:
-    """Random numbers from torch's global generator; layers add nothing at first, and states forget
-    at many rates, as in the paper's code."""
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 2:
-            torch.nn.init.normal_(parameter, std=1 / math.sqrt(parameter.shape[1]))
-        if name.endswith(("output.weight", "down.weight")):
-            torch.nn.init.zeros_(parameter)
-    with torch.no_grad():
-        model.embedding.weight.normal_(std=EMBEDDING_STD)
-        model.norm.weight.fill_(FINAL_NORM)
-        for layer in model.modules():
-            if not isinstance(layer, GatedDeltaNet):
-                continue
-            layer.convolution.normal_(std=0.3)
-            layer.convolution[:, 0, -1] += 1.0
-            layer.log_decay.copy_(torch.empty_like(layer.log_decay).uniform_(1, 16).log())
-            ends = math.log(SLOWEST_STEP), math.log(FASTEST_STEP)
-            steps = torch.empty_like(layer.step_bias).uniform_(*ends).exp()
-            layer.step_bias.copy_(steps + torch.log(-torch.expm1(-steps)))
-    return model
 
 
 def remember_window(layer: int, tokens: DeltaTokens) -> Tensor:
@@ -162,12 +135,17 @@ class Training:
         self.model.set_positions(MAX_POSITIONS, torch.device("cpu"))
         matrices = [p for p in self.model.blocks.parameters() if p.ndim == 2]
         self.others = [p for p in self.model.parameters() if not any(p is m for m in matrices)]
+        slow = {id(p) for p in circuit_parameters(self.model)}
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in matrices if id(p) not in slow]},
+            {"params": [p for p in matrices if id(p) in slow], "lr": 0.02 * CIRCUIT_RATE},
+        ]
         dtype = torch.bfloat16 if self.autocast else torch.float32
         self.optimizers = [
-            Muon([{"params": matrices}], 0.02, dtype),
+            Muon(groups, 0.02, dtype),
             torch.optim.AdamW(self.others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
         ]
-        self.rates = [0.02, 3e-3]
+        self.rates = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         self.num_steps = 0
         self.seconds = 0.0
 
@@ -194,8 +172,8 @@ class Training:
 
     def step(self, phase: Phase, rate: float) -> float:
         """One step; windows one at a time, so that activations stay in the CPU's cache."""
-        for optimizer, base in zip(self.optimizers, self.rates, strict=True):
-            for group in optimizer.param_groups:
+        for optimizer, rates in zip(self.optimizers, self.rates, strict=True):
+            for group, base in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = base * rate
         total = 0.0
         for _ in range(phase.rows):

@@ -25,7 +25,7 @@ BOOK = np.random.default_rng(0).integers(259, 2048, 5000)
 def train_hybrid(monkeypatch: pytest.MonkeyPatch) -> Any:
     import train_hybrid
 
-    shape = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 4}
+    shape = {"hidden_size": 128, "intermediate_size": 48, "num_hidden_layers": 4}
     shape["layer_types"] = train_hybrid.CONFIG["layer_types"][:4]
     for name, size in shape.items():
         monkeypatch.setitem(train_hybrid.CONFIG, name, size)

@@ -9,7 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from train_hybrid import CONFIG, export, initialise
+from train.hybrid_init import randomise
+from train_hybrid import CONFIG, export
 
 from gpu.latency import measure
 from gpu.scale import Suite
@@ -31,5 +32,5 @@ def small_hybrid(folder: Path) -> str:
     """A model of the demo's sizes with random weights, for rehearsals."""
     torch.manual_seed(0)
     config = parse_hf_config(CONFIG, name="demo-hybrid", generation={})
-    export(initialise(Transformer(config)), folder)
+    export(randomise(Transformer(config)), folder)
     return str(folder)
