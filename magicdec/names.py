@@ -161,6 +161,8 @@ PLANNED = {
     "DeepseekV3ForCausalLM": "magicdec.model.families.planned:DEEPSEEK_V3",
     "DeepseekV4ForCausalLM": "magicdec.model.families.planned:DEEPSEEK_V4",
     "KimiLinearForCausalLM": "magicdec.model.families.planned:KIMI_LINEAR",
+    "NemotronHForCausalLM": "magicdec.model.families.mamba_hybrids:NEMOTRON_H",
+    "GraniteMoeHybridForCausalLM": "magicdec.model.families.mamba_hybrids:GRANITE_HYBRID",
     "Gemma4ForCausalLM": "magicdec.model.families.planned:GEMMA4",
     "Gemma4ForConditionalGeneration": "magicdec.model.families.planned:GEMMA4",
 }

@@ -77,7 +77,7 @@ class Deployment:
         without = 0 if num_logits is None else T - num_logits
         head = _widths(c, shard)[3] * c.hidden_size
         hidden_bytes = B * T * c.hidden_size * self.dtype_bytes
-        sums = ((c.num_reduces * c.num_layers, hidden_bytes), (1, B * T * ARGMAX_BYTES))
+        sums = ((c.num_reduces, hidden_bytes), (1, B * T * ARGMAX_BYTES))
         multiplied = linear_parameters(c, shard)  # by each new token
         untouched = 0  # bytes of experts that no token goes to
         if c.experts is not None:
@@ -128,7 +128,7 @@ def matrices(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
     """(outputs, inputs) of this rank's linear layers, the head last."""
     q, kv, ffn, head = _widths(config, shard)
     hidden = config.hidden_size
-    up = (2 if config.gated_mlp else 1) * ffn
+    up = config.mlp_inputs * ffn
     gates = q * config.gated_attention
     attention = [(q + 2 * kv + gates, hidden), (hidden, q)]
     mlp = [(up, hidden), (hidden, ffn)]
@@ -136,6 +136,8 @@ def matrices(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
     for kind in config.kinds:
         has_experts = config.experts is not None and not kind.has_mlp
         shapes += attention if kind.mixer is None else kind.mixer.matrices(hidden, shard)
+        if kind.is_mixer_alone:
+            continue
         shapes += experts_of_layer(config, shard) if has_experts else mlp
         shapes += shared_expert(config, shard) if has_experts else []
     shapes.append((head, hidden))
@@ -154,7 +156,7 @@ def experts_of_layer(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]
     assert experts is not None, "asked of a mixture"
     first, last = shard.mlp_units(experts.width)
     width = last - first
-    pair = [(2 * width, config.hidden_size), (config.hidden_size, width)]
+    pair = [(config.mlp_inputs * width, config.hidden_size), (config.hidden_size, width)]
     return pair * experts.num_experts
 
 
@@ -164,7 +166,9 @@ def shared_expert(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
     assert config.experts is not None, "asked of a mixture"
     first, last = shard.mlp_units(config.experts.shared_width)
     width = last - first
-    return [(2 * width, config.hidden_size), (config.hidden_size, width)] if width else []
+    if not width:
+        return []
+    return [(config.mlp_inputs * width, config.hidden_size), (config.hidden_size, width)]
 
 
 def mixers_of(config: ModelConfig) -> dict[Mixer, int]:
@@ -219,7 +223,7 @@ def expert_biases(config: ModelConfig, shard: Shard) -> int:
     if not experts.has_bias:
         return 0
     first, last = shard.mlp_units(experts.width)
-    expert_numbers = 2 * (last - first) + config.hidden_size
+    expert_numbers = config.mlp_inputs * (last - first) + config.hidden_size
     return config.num_mixtures * experts.num_experts * expert_numbers
 
 
@@ -261,7 +265,7 @@ def weight_bytes(
     `NARROW`. Embedding rows count as 0."""
     q, kv, ffn, head = _widths(config, shard)
     hidden = config.hidden_size
-    up = (2 if config.gated_mlp else 1) * ffn
+    up = config.mlp_inputs * ffn
     biases = (q + 2 * kv) * config.qkv_bias + hidden * config.output_bias
     biases += (up + hidden) * config.mlp_bias
     norms = config.norm_parameters + config.embedding_norm_parameters

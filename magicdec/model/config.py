@@ -22,7 +22,7 @@ ROPE_NUMBERS = (
     "beta_slow",
 )
 NORMS = ("rms", "layer")
-POSITIONS = ("rope", "learned", "alibi")
+POSITIONS = ("rope", "learned", "alibi", "none")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 RESIDUALS = ("sequential", "parallel", "parallel_shared_norm")
 ALIBI_DIMS = 2  # with ALiBi, a cached key holds its position as two digits in extra dimensions
@@ -84,12 +84,14 @@ class LayerKind:
 
     A token sees the last `window` tokens, itself included; None: all tokens before it. `rope`:
     the kind's rotary embedding; None: the model's. `has_mlp`: the layer has an MLP where others
-    have a mixture of experts. `mixer`: what it has in place of attention that is computed here."""
+    have a mixture of experts. `mixer`: what it has in place of attention that is computed here.
+    `is_mixer_alone`: the layer has neither an MLP nor experts."""
 
     window: int | None = None
     rope: RopeConfig | None = None
     has_mlp: bool = False
     mixer: Mixer | None = None
+    is_mixer_alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,13 +167,14 @@ class EagleConfig:
 class ModelConfig:
     """A decoder, Llama by default, with sizes of the whole model (`Shard` computes a rank's).
 
-    `norm`: RMS, or layer norm with a bias. `positions`: rope, learned, or ALiBi (Press et al.
-    2022). `layer_kinds`: of each layer, or one of all. `residual`: the MLP follows attention
-    (sequential), or both read the block's input, through two norms (parallel) or one
-    (parallel_shared_norm). `qk_norm`: an RMS norm on every head of q and k. `sink_logits`: every
-    query head has a logit that takes part in its softmax and has no value. `post_norms`: norms of
-    what attention and MLP add, too. `embedding_scale` multiplies embedded tokens, `query_scale`
-    queries. `experts`: a mixture in place of the MLP, except in layers that have one.
+    `norm`: RMS, or layer norm with a bias. `positions`: rope, learned, ALiBi (Press et al. 2022),
+    or none, where states have the order of tokens. `layer_kinds`: of each layer, or one of all.
+    `residual`: the MLP follows attention (sequential), or both read the block's input, through two
+    norms (parallel) or one (parallel_shared_norm). `qk_norm`: an RMS norm on every head of q and k.
+    `sink_logits`: every query head has a logit that takes part in its softmax and has no value.
+    `post_norms`: norms of what attention and MLP add, too. `embedding_scale` multiplies embedded
+    tokens, `query_scale` queries. `experts`: a mixture in place of the MLP, except in layers that
+    have one.
 
     `gated_attention`: the output of attention is multiplied by the sigmoid of a gate, as wide as
     the queries.
@@ -236,7 +239,8 @@ class ModelConfig:
         assert self.query_scale == 1.0 or self.rope.rotary_dim is None, "of Gemma"
         assert len(self.layer_kinds) in (1, self.num_layers), "a kind of each layer, or of all"
         mixers = [kind.mixer for kind in self.layer_kinds if kind.mixer is not None]
-        is_computed = all(mixer.is_computed for mixer in mixers)
+        is_computed = all(mixer.is_computed for mixer in mixers) and not self.num_mixers_alone
+        is_computed &= self.positions != "none"
         assert is_computed or self.planned_only, "what only the plan knows is refused elsewhere"
         field = "rms_norm_eps" if self.norm == "rms" else "layer_norm_epsilon"
         if not 0 <= self.norm_eps <= 1:
@@ -320,7 +324,7 @@ class ModelConfig:
     def mlp_widths(self) -> tuple[int, ...]:
         """The units of a layer's MLP, of an expert and of a shared expert, as far as layers have
         them."""
-        has_mlp = self.experts is None or self.num_mixtures < self.num_layers
+        has_mlp = self.experts is None or any(kind.has_mlp for kind in self.kinds)
         own = (self.intermediate_size,) if has_mlp else ()
         if self.experts is None:
             return own
@@ -328,9 +332,21 @@ class ModelConfig:
         return (*own, self.experts.width, *shared)
 
     @property
+    def mlp_inputs(self) -> int:
+        """Products that make what an MLP's activation takes: of the gate and up, or of up alone."""
+        return 2 if self.gated_mlp else 1
+
+    @property
     def num_mixtures(self) -> int:
         """The number of layers with experts."""
-        return 0 if self.experts is None else sum(not kind.has_mlp for kind in self.kinds)
+        if self.experts is None:
+            return 0
+        return sum(not (kind.has_mlp or kind.is_mixer_alone) for kind in self.kinds)
+
+    @property
+    def num_mixers_alone(self) -> int:
+        """The number of layers that have neither an MLP nor experts."""
+        return sum(kind.is_mixer_alone for kind in self.kinds)
 
     def rope_of(self, kind: LayerKind) -> RopeConfig:
         return self.rope if kind.rope is None else kind.rope
@@ -369,7 +385,9 @@ class ModelConfig:
 
     @property
     def num_reduces(self) -> int:
-        return 2 if self.residual == "sequential" else 1
+        """Sums over ranks of all layers."""
+        of_layer = 2 if self.residual == "sequential" else 1
+        return of_layer * self.num_layers - self.num_mixers_alone
 
     @property
     def norm_parameters(self) -> int:
@@ -379,6 +397,7 @@ class ModelConfig:
         per_layer += 2 * per_norm * self.post_norms
         num_normed = sum(kind.mixer is None for kind in self.kinds) * self.qk_norm
         in_layers = self.num_layers * per_layer + num_normed * 2 * self.head_dim
+        in_layers -= self.num_mixers_alone * per_norm
         if self.is_mtp:  # also of the embedding, and of the state
             return in_layers + 3 * per_norm
         if self.eagle is None:

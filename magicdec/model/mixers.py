@@ -197,6 +197,62 @@ class KimiDeltaAttention(Mixer):
 
 
 @dataclass(frozen=True)
+class Mamba2(Mixer):
+    """A selective state space (Mamba 2, arXiv 2405.21060). Each head has a state of `head_dim` x
+    `state_dim` numbers, which decays as a whole; the heads of a group share what writes to them (B)
+    and what reads them (C). A causal convolution over the last `kernel` tokens of x, B and C, whose
+    inputs are kept, comes before, and a gated norm after."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    kernel: int
+    has_convolution_bias: bool = True
+
+    def _heads(self, shard: Shard) -> tuple[int, int]:
+        heads, groups = shard.heads(self.num_heads, self.num_groups)
+        return heads[1] - heads[0], groups[1] - groups[0]
+
+    def _channels(self, shard: Shard) -> int:
+        """Those of x, B and C, which the convolution has."""
+        num_heads, num_groups = self._heads(shard)
+        return num_heads * self.head_dim + 2 * num_groups * self.state_dim
+
+    def matrices(self, hidden: int, shard: Shard) -> Matrices:
+        num_heads = self._heads(shard)[0]
+        width = num_heads * self.head_dim
+        # The gate of the output; x, B and C; the step of each head.
+        return [(width + self._channels(shard) + num_heads, hidden), (hidden, width)]
+
+    def vectors(self, hidden: int, shard: Shard) -> int:
+        num_heads = self._heads(shard)[0]
+        convolution = self._channels(shard) * (self.kernel + self.has_convolution_bias)
+        return convolution + 3 * num_heads + num_heads * self.head_dim
+
+    def entry_bytes(self, shard: Shard, dtype_bytes: int) -> float:
+        return 0
+
+    def state_bytes(self, shard: Shard, dtype_bytes: int) -> int:
+        inputs = self._channels(shard) * (self.kernel - 1) * dtype_bytes
+        state = self._heads(shard)[0] * self.head_dim * self.state_dim * STATE_BYTES
+        return state + inputs
+
+    def written_bytes(self, shard: Shard) -> int:
+        """B for each group, and for each head x times its step, and a decay."""
+        num_heads, num_groups = self._heads(shard)
+        numbers = num_groups * self.state_dim + num_heads * (self.head_dim + 1)
+        return numbers * STATE_BYTES
+
+    def flops(self, shard: Shard, T: int, S: int) -> int:
+        """A state decays, has the outer product of x and B added, and is multiplied by C."""
+        return 5 * T * self._heads(shard)[0] * self.head_dim * self.state_dim
+
+    def describe(self) -> str:
+        return f"{self.num_heads} x {self.head_dim} states of {self.state_dim} (Mamba 2)"
+
+
+@dataclass(frozen=True)
 class LatentAttention(Mixer):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). A token's entry is one latent
     of `kv_rank` numbers and one rotated key of `rope_dim`, for all heads: every rank has them

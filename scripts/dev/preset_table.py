@@ -73,9 +73,9 @@ def mlp(c: ModelConfig) -> str:
 
 
 def positions(c: ModelConfig) -> str:
-    """How the model encodes positions: the rotary base and its scaling, `learned` or `ALiBi`."""
+    """How the model encodes positions: by a rotary base and its scaling, or another way."""
     if c.positions != "rope":
-        return {"learned": "learned", "alibi": "ALiBi"}[c.positions]
+        return {"alibi": "ALiBi"}.get(c.positions, c.positions)
     part = f" on {c.rope.rotary_dim} of a head" if c.rope.rotary_dim else ""
     scaled = "" if c.rope.rope_type == "default" else f", {c.rope.rope_type} {c.rope.factor:g}"
     return f"rotary {c.rope.theta:.0f}{scaled}{part}"

@@ -73,6 +73,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"linear_head_dim": 10, "linear_num_heads": 3, "linear_conv_kernel_dim": 4}
         | {"pad_token_id": 0},
     ),
+    "NemotronHForCausalLM": (
+        "NemotronH",
+        SIZES
+        | {"num_hidden_layers": 7, "hybrid_override_pattern": "M-M*EME"}
+        | {"intermediate_size": 48, "head_dim": 16}
+        | {"num_key_value_heads": 2, "mamba_num_heads": 6, "mamba_head_dim": 10, "n_groups": 2}
+        | {"ssm_state_size": 14, "n_routed_experts": 8, "moe_intermediate_size": 24}
+        | {"moe_shared_expert_intermediate_size": 40},
+    ),
+    "GraniteMoeHybridForCausalLM": (
+        "GraniteMoeHybrid",
+        SIZES
+        | {"intermediate_size": 24, "shared_intermediate_size": 40, "num_key_value_heads": 2}
+        | {"num_local_experts": 8, "mamba_n_heads": 8, "mamba_d_state": 14, "mamba_n_groups": 2}
+        | {"layer_types": 2 * ["linear_attention", "linear_attention", "full_attention"]}
+        | {"mamba_d_head": 8},
+    ),
     "Gemma4ForCausalLM": (
         "Gemma4Text",
         SIZES
@@ -197,6 +214,76 @@ def test_the_published_fields_of_kimi_linear_are_read() -> None:
     assert costs.state_bytes(config, Shard(), 2) == state
     four = Deployment(config, H, 2).forward(1, 4, 0).kv_bytes
     assert four == 7 * 4 * 576 * 2 + 2 * (state + 4 * 20 * 3 * 32 * 128 * 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "used", "alone"),
+    [
+        ("nemotron-h-8b", (8.0, 8.2), (7.4, 7.7), 4),
+        ("nemotron-3-nano-30b-a3b", (31, 32), (3.0, 3.6), 6),
+        ("granite-4.0-h-350m", (0.33, 0.35), (0.33, 0.35), 0),
+    ],
+)
+def test_published_state_spaces_are_counted(
+    name: str, billions: tuple[float, float], used: tuple[float, float], alone: int
+) -> None:
+    """As many parameters as transformers has, and as their names say."""
+    published = PUBLISHED[name]
+    config = parse(published)
+    assert config.num_mixers_alone == alone
+    fields = {field: value for field, value in published.items() if field != "architectures"}
+    architecture = published["architectures"][0]
+    kind = architecture.removesuffix("ForCausalLM")
+    with torch.device("meta"):
+        other = getattr(transformers, f"{kind}Config")(**fields)
+        model = getattr(transformers, architecture)(other)
+    total = costs.stored_bytes(config, Shard(), 1, False)
+    assert total == sum(parameter.numel() for parameter in model.parameters())
+    assert billions[0] * 1e9 < total < billions[1] * 1e9
+    multiplied = Deployment(config, H, 2).forward(1, 1, 0).linear_flops / 2
+    assert used[0] * 1e9 < multiplied < used[1] * 1e9
+
+
+def test_a_text_and_its_states_of_nemotron_h_by_hand() -> None:
+    """24 state spaces, 24 MLPs and 4 layers of attention, which are 28 layers here."""
+    config = parse(PUBLISHED["nemotron-h-8b"])
+    assert config.num_layers == 28
+    assert sum(kind.mixer is None for kind in config.kinds) == 4
+    assert costs.kv_bytes_per_token(config, Shard(), 2) == 4 * 2 * 8 * 128 * 2
+    state = 24 * (128 * 64 * 128 * 4 + 3 * (128 * 64 + 2 * 8 * 128) * 2)
+    assert costs.state_bytes(config, Shard(), 2) == state
+    forward = Deployment(config, H, 2, tp=2).forward(1, 1, 0)
+    assert forward.all_reduces[0][0] == 52, "one for each part"
+
+
+def test_a_state_space_has_the_state_of_transformers() -> None:
+    architecture = "NemotronHForCausalLM"
+    model = transformers.NemotronHForCausalLM(config_of(architecture)).eval()
+    found = model(torch.arange(10)[None], use_cache=True).past_key_values.layers[0]
+    numbers = 6 * 10 * 14
+    channels = 6 * 10 + 2 * 2 * 14
+    assert found.recurrent_states[0].numel() == numbers
+    assert found.conv_states[0].numel() == 4 * channels
+    mixer = parse(saved(architecture)).kinds[0].mixer
+    assert mixer is not None
+    assert mixer.state_bytes(Shard(), 2) == 4 * numbers + 2 * 3 * channels
+    assert mixer.written_bytes(Shard()) == 4 * (2 * 14 + 6 * 10 + 6)
+    # A decay, a product with B added, and a product with C, of each number and token.
+    assert mixer.flops(Shard(), 3, 100) == 3 * numbers * (1 + 2 + 2)
+    half = mixer.state_bytes(Shard(1, 2), 2)
+    assert 2 * half == mixer.state_bytes(Shard(), 2)
+
+
+def test_granite_without_experts_has_an_mlp_in_each_layer() -> None:
+    architecture = "GraniteMoeHybridForCausalLM"
+    changes = {"num_local_experts": 0}
+    with torch.device("meta"):
+        model = getattr(transformers, architecture)(config_of(architecture, changes))
+    config = parse(saved(architecture) | changes)
+    expected = sum(parameter.numel() for parameter in model.parameters())
+    assert costs.stored_bytes(config, Shard(), 1, False) == expected
+    names = ["mamba", "mamba", "attention"] * 2
+    assert parse(saved(architecture) | changes | {"layer_types": names}) == config
 
 
 def test_latents_are_read_once_for_all_heads() -> None:
@@ -404,6 +491,33 @@ def test_another_value_is_counted_or_refused(architecture: str) -> None:
         ("DeepseekV4ForCausalLM", {"compress_ratios": [2] * 6}, "is no list of 0, 4 or 128"),
         ("DeepseekV4ForCausalLM", {"dspark_block_size": 5}, "dspark_block_size 5 is not known"),
         ("Gemma4ForCausalLM", {"hidden_size_per_layer_input": 256}, r"\(per-layer embeddings\)"),
+        (
+            "NemotronHForCausalLM",
+            {"layers_block_type": None, "hybrid_override_pattern": "M-X"},
+            r"hybrid_override_pattern 'M-X' has not one of M \* - E for each of 7 layers",
+        ),
+        (
+            "NemotronHForCausalLM",
+            {"layers_block_type": None, "hybrid_override_pattern": "M--*EME"},
+            "layers_block_type: mlp behind mlp is not counted",
+        ),
+        (
+            "NemotronHForCausalLM",
+            {"layers_block_type": ["moe"] * 7},
+            "layers_block_type: moe behind nothing is not counted",
+        ),
+        ("NemotronHForCausalLM", {"layers_block_type": ["gru"] * 7}, "has not one of linear_att"),
+        (
+            "NemotronHForCausalLM",
+            {"layers_block_type": None, "hybrid_override_pattern": None},
+            "layers_block_type is missing",
+        ),
+        ("NemotronHForCausalLM", {"moe_latent_size": 8}, "moe_latent_size 8 is not supported"),
+        (
+            "GraniteMoeHybridForCausalLM",
+            {"mamba_d_head": 9},
+            "mamba_d_head 9 times mamba_n_heads 8 is not mamba_expand times hidden_size, 64",
+        ),
         ("Gemma4ForCausalLM", {"enable_moe_block": True}, "enable_moe_block True is not supported"),
     ],
 )

@@ -1,6 +1,7 @@
 """Families whose layers nothing here computes, and whose configs `magicdec plan` reads: DeepSeek-V3
 (latents) and V4 (compressed caches), Kimi Linear (latents, and a delta rule of its own), and Gemma
-4 (global layers with other heads). Other linear attention is in `hybrids.py`. Imports no torch.
+4 (global layers with other heads). State spaces are in `mamba_hybrids.py`, and other linear
+attention in `hybrids.py`. Imports no torch.
 
 A field that changes what a forward costs is read, or has one supported value; one that changes only
 what it computes, such as how a router scores, is in `FREE`, since nothing here computes it.
@@ -82,6 +83,43 @@ FREE = {
         "mla_use_nope",
     ),
     "gemma4": ("final_logit_softcapping", "vocab_size_per_layer_input"),
+    "nemotron_h": (
+        "routed_scaling_factor",
+        "n_group",
+        "topk_group",
+        "norm_topk_prob",
+        "moe_shared_expert_overlap",
+        "norm_eps",
+        "chunk_size",
+        "expand",
+        "time_step_min",
+        "time_step_max",
+        "time_step_floor",
+        "time_step_limit",
+        "time_step_rank",
+        "rescale_prenorm_residual",
+        "residual_in_fp32",
+        "num_logits_to_keep",
+        "use_mamba_kernels",
+        "mtp_layers_block_type",
+        "mtp_hybrid_override_pattern",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "partial_rotary_factor",
+    ),
+    "granite_hybrid": (
+        "embedding_multiplier",
+        "logits_scaling",
+        "residual_multiplier",
+        "attention_multiplier",
+        "mamba_chunk_size",
+        "time_step_limit",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "normalization_function",
+    ),
 }
 # Layers that draft further tokens, which a plan takes for a draft head and does not count here.
 NEXT_TOKENS = (
@@ -137,7 +175,8 @@ def types_of_layers(
         return [otherwise if (layer + 1) % interval else FULL for layer in range(num_layers)]
     if not isinstance(stated, list) or len(stated) != num_layers:
         raise ValueError(
-            f"layer_types {shown(stated)} is no list of {num_layers} types, one for each layer"
+            f"layer_types {shown(stated)} is no list of {num_layers} types, one for each layer "
+            "(num_hidden_layers)"
         )
     odd = next((name for name in stated if name not in known), None)
     if odd is not None:

@@ -189,8 +189,8 @@ PROPERTIES = (
             Fault(
                 "drafts without their choice",
                 "bench/latency/record.py",
-                "drafts_ms = first_ms.get(draft, ms) + (gamma - 1) * ms",
-                "drafts_ms = gamma * ms",
+                "gamma: first_ms.get(draft, ms)",
+                "gamma: ms",
             ),
             Fault(
                 "verifications that are not watched",

@@ -34,6 +34,30 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "Models with state spaces have the parameters and states of transformers.",
+        f"{TESTS}test_published_state_spaces_are_counted[nemotron-h-8b-billions0-used0-4]",
+        (
+            Fault(
+                "a mixer without an MLP has its norm",
+                "model/config.py",
+                "in_layers -= self.num_mixers_alone * per_norm",
+                "in_layers -= 0",
+            ),
+            Fault(
+                "what reads a state has no convolution",
+                MIXERS,
+                "return num_heads * self.head_dim + 2 * num_groups * self.state_dim",
+                "return num_heads * self.head_dim + num_groups * self.state_dim",
+            ),
+            Fault(
+                "an MLP without a gate has one",
+                "model/config.py",
+                "return 2 if self.gated_mlp else 1",
+                "return 2",
+            ),
+        ),
+    ),
+    Property(
         "Linear layers read and write their state once, and what each token writes that may be "
         "forgotten.",
         f"{TESTS}test_a_forward_of_linear_layers_reads_and_writes_their_states_once",
@@ -59,8 +83,8 @@ PROPERTIES = (
             Fault(
                 "a state that is not divided among ranks",
                 MIXERS,
-                "state = self._heads(shard)[0] *",
-                "state = self.num_value_heads *",
+                "state = self._heads(shard)[0] * self.key_dim",
+                "state = self.num_value_heads * self.key_dim",
             ),
         ),
     ),

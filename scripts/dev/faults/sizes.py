@@ -123,14 +123,14 @@ PROPERTIES = (
             Fault(
                 "experts without their biases",
                 COSTS,
-                "expert_numbers = 2 * (last - first) + config.hidden_size",
+                "expert_numbers = config.mlp_inputs * (last - first) + config.hidden_size",
                 "expert_numbers = 2 * (last - first)",
             ),
             Fault(
                 "the gate or the other half",
                 COSTS,
-                "pair = [(2 * width, config.hidden_size), (config.hidden_size, width)]",
-                "pair = [(width, config.hidden_size), (config.hidden_size, width)]",
+                "pair = [(config.mlp_inputs * width,",
+                "pair = [(width,",
             ),
             Fault(
                 "experts counted half from a loaded model",
