@@ -56,6 +56,7 @@ MODELS = {
     "gemma-4-31b": 1,
     "qwen3.5-27b": 1,
     "qwen3.5-35b-a3b": 1,
+    "nemotron-3-nano-30b-a3b": 1,
     "llama-3.1-70b": 8,
     "llama-3.1-405b": 8,
     "deepseek-v3": 8,
@@ -326,15 +327,22 @@ def written(text: str, gpu: str = GPU) -> str:
 
 def draw(path: Path, gpu: str) -> None:
     """A map of contexts and batch sizes for each model, coloured by what pays."""
-    size = (5.4, 9.6)
-    with saved_figure("--plot", path, size, 6, 2, sharex=True, sharey=True) as (figure, axes):
-        for ax, place in zip(axes, places(gpu), strict=True):
+    num_rows = -(-len(MODELS) // 2)
+    size = (5.4, 1.6 * num_rows)
+    with saved_figure("--plot", path, size, num_rows, 2, sharex=True, sharey=True) as (
+        figure,
+        axes,
+    ):
+        for ax in axes[len(MODELS) :]:
+            ax.set_visible(False)
+        for ax, place in zip(axes, places(gpu), strict=False):
             draw_map(ax, place)
-            ax.set_title(f"{place.name}, {place.tp} GPU{'s' * (place.tp > 1)}", fontsize=9)
+            ax.set_title(f"{place.name}, {place.tp} GPU{'s' * (place.tp > 1)}", fontsize=8)
         for ax in axes[::2]:
             ax.set_ylabel("requests")
-        for ax in axes[-2:]:
+        for ax in axes[len(MODELS) - 2 : len(MODELS)]:
             ax.set_xlabel("context, tokens")
+            ax.tick_params(labelbottom=True)
         handles = [Patch(facecolor=colour, label=text) for text, colour in KINDS.values()]
         handles.append(Patch(facecolor=NO_ROOM, edgecolor="#BBBBBB", label="no room, or too long"))
         figure.legend(handles=handles, loc="outside lower center", ncol=2, fontsize=9)
