@@ -3,7 +3,8 @@
     python scripts/dev/demo_card.py --validation ../shared/data/pg19/validation.jsonl
 
 Writes `text.jsonl.xz` (sampled from the target with a fixed seed; no book text) and `README.md`
-beside the models. All numbers in the card are measured in the run that writes it.
+beside the models. All numbers in the card are measured in the run that writes it. `--print DIR`
+prints the tables of another model with their tokenizer, and writes nothing.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def load_runner(directory: Path, num_rows: int, max_tokens: int) -> ModelRunner:
 @torch.inference_mode()
 def logits_after(runner: ModelRunner, ids: np.ndarray, num_last: int) -> torch.Tensor:
     """Logits that predict the last `num_last` ids from all before them, [num_last, V]."""
-    runner.cache.release(0)
-    runner.cache.allocate(0, runner.max_tokens)
+    runner.release(0)
+    runner.allocate(0)
     tokens = torch.from_numpy(ids[:-1])[None]
     context = tokens.shape[1] - num_last + 1
     for part in tokens[:, : context - 1].split(CHUNK, dim=1):
@@ -168,28 +169,41 @@ def main() -> None:
     parser.add_argument("--num_trials", type=int, default=3)
     parser.add_argument("--skip_text", action="store_true", help="keep the existing sampled text")
     parser.add_argument("--longer", type=float, default=1.0, help="as in train_demo.py [1]")
+    parser.add_argument("--print", type=Path, metavar="DIR", help="measure this model alone")
     args = parser.parse_args()
     tokenizer = load_tokenizer(args.out / "target")
-    if not args.skip_text:
+    if not (args.skip_text or args.print):
         runner = load_runner(args.out / "target", BOOKS * CHAPTERS, CHAPTER_TOKENS)
         write_text(args.out, sample_books(runner, tokenizer))
         del runner
     books = [json.loads(line)["text"] for line in args.validation.open(encoding="utf-8")]
     encoded = [np.array(tokenizer.encode(text), dtype=np.int64) for text in books]
+    if args.print is not None:
+        print("\n\n".join(tables_of([args.print], encoded, args).values()))
+        return
     measured = {f"{n}_training": trained_on(n, args.longer) for n in ("target", "draft")}
     measured |= {"num_windows": str(args.num_windows), "num_trials": str(args.num_trials)}
+    measured |= tables_of([args.out / name for name in ("target", "draft")], encoded, args)
+    write_card(args.out, Path(__file__).with_name("train") / "demo_card.md", measured)
+
+
+def tables_of(
+    directories: list[Path], books: list[np.ndarray], args: argparse.Namespace
+) -> dict[str, str]:
     losses = {}
     recalls = {}
-    for label in ("target", "draft"):
-        runner = load_runner(args.out / label, 1, max(CONTEXTS) + SCORED + 2 * PASSAGE)
-        losses[label] = loss_by_context(runner, encoded, args.num_windows)
-        recall = recall_by_distance(runner, encoded, args.num_trials)
+    for directory in directories:
+        label = directory.name
+        runner = load_runner(directory, 1, max(CONTEXTS) + SCORED + 2 * PASSAGE)
+        losses[label] = loss_by_context(runner, books, args.num_windows)
+        recall = recall_by_distance(runner, books, args.num_trials)
         for i, what in enumerate(("passage", "control: passage not there", "random tokens")):
             recalls[f"{label}, {what}"] = [r[i] for r in recall]
         print(label, losses[label], recall, flush=True)
-    measured["loss"] = card_table("tokens of context", CONTEXTS, losses)
-    measured["recall"] = card_table("distance, tokens", DISTANCES, recalls)
-    write_card(args.out, Path(__file__).with_name("train") / "demo_card.md", measured)
+    return {
+        "loss": card_table("tokens of context", CONTEXTS, losses),
+        "recall": card_table("distance, tokens", DISTANCES, recalls),
+    }
 
 
 if __name__ == "__main__":
