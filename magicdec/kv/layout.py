@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TILE = 64  # tokens of a tile (TILE of attention/cpp/native_problem.h and triton_kernels.py)
-Place = tuple[slice | Tensor, ...]
+TokenIndex = tuple[slice | Tensor, ...]
 """An index of tokens."""
 
 
@@ -152,19 +152,19 @@ class Coded(KVLayout):
     def write_values(self, pool: Tensor, slots: Tensor, entries: Tensor) -> None:
         self._write(*self._values(pool, slots), pool, slots, entries)
 
-    def _read(self, codes: Tensor, place: Place, pool: Tensor, slots: Tensor) -> Tensor:
+    def _read(self, codes: Tensor, place: TokenIndex, pool: Tensor, slots: Tensor) -> Tensor:
         """The numbers float32 [layers, N, D] of a place of `codes`."""
         scales = self.scales(pool)[:, slots // TILE, :, slots % TILE]  # [N, layers, groups]
         return self.decode(codes[place].flatten(2), scales.transpose(0, 1))
 
     def _write(
-        self, codes: Tensor, place: Place, pool: Tensor, slots: Tensor, entries: Tensor
+        self, codes: Tensor, place: TokenIndex, pool: Tensor, slots: Tensor, entries: Tensor
     ) -> None:
         encoded, scales = self.encode(entries.float())
         self.scales(pool)[:, slots // TILE, :, slots % TILE] = scales.transpose(0, 1)
         codes[place] = encoded.view(*encoded.shape[:2], *codes.shape[len(place) :])
 
-    def _keys(self, pool: Tensor, slots: Tensor) -> tuple[Tensor, Place]:
+    def _keys(self, pool: Tensor, slots: Tensor) -> tuple[Tensor, TokenIndex]:
         """The codes of keys [layers, tiles, TILE, ...], and where those at `slots` [N] are."""
         place = slice(None), slots // TILE, slots % TILE
         codes = self._codes(pool)
@@ -172,7 +172,7 @@ class Coded(KVLayout):
             return codes.unflatten(2, (-1, TILE, 4)).transpose(2, 3), place
         return codes.unflatten(2, (TILE, -1)), place
 
-    def _values(self, pool: Tensor, slots: Tensor) -> tuple[Tensor, Place]:
+    def _values(self, pool: Tensor, slots: Tensor) -> tuple[Tensor, TokenIndex]:
         if not self.is_paired:
             return self._keys(pool, slots)
         codes = self._codes(pool).unflatten(2, (TILE // 4, -1, 4)).transpose(3, 4)

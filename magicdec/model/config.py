@@ -386,8 +386,8 @@ class ModelConfig:
     @property
     def num_reduces(self) -> int:
         """Sums over ranks of all layers."""
-        of_layer = 2 if self.residual == "sequential" else 1
-        return of_layer * self.num_layers - self.num_mixers_alone
+        in_layer = 2 if self.residual == "sequential" else 1
+        return in_layer * self.num_layers - self.num_mixers_alone
 
     @property
     def norm_parameters(self) -> int:

@@ -282,10 +282,17 @@ def test_a_copy_of_codes_must_be_read_and_save_bytes() -> None:
     assert resolve(parsed(*copying, "--draft_budget", -1), FAST).kv.policy == "quantised"
     resolve(parsed(*copying, "--kv_dtype", "int8"), FAST)
     gpu = dataclasses.replace(FAST, has_cuda=True)
+    for words in (copying, ("--kv_dtype", "int4")):
+        assert resolve(parsed(*words, "--device", "cuda"), gpu).attention.backend == "triton"
     flags = "--kv_policy quantised"
     for words, machine, traits, message in (
         ("--attention grouped", FAST, ModelTraits(), "--attention grouped does not read the codes"),
-        ("--device cuda", gpu, ModelTraits(), f"--device cuda: the codes that drafts of {flags}"),
+        (
+            "--device cuda --attention flash_attn",
+            gpu,
+            ModelTraits(),
+            "--attention flash_attn does not read the codes",
+        ),
         ("--kv_dtype int4", FAST, ModelTraits(), f"{flags}: a copy in --draft_kv_dtype int4 has"),
         ("", FAST, ModelTraits(has_alibi=True), "int4: codes would round the positions of ALiBi"),
         (
