@@ -39,6 +39,7 @@ DEMO_DIRECTORIES = {
     "demo-draft": "draft",
     "demo-eagle": "eagle",
     "demo-eagle-8k": "eagle-8k",
+    "demo-hybrid": "hybrid",
 }
 RANDOM_PREFIX = "random:"
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".bin", SUFFIX)
