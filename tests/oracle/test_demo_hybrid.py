@@ -1,5 +1,5 @@
-"""The packaged model with linear attention: it is small, computed as transformers computes it, finds
-what stood before, and has a head whose drafts are right now and then."""
+"""The packaged model with linear attention: it is small, computed as transformers computes it, and
+finds what stood before; drafts of its head are right now and then."""
 
 import json
 from pathlib import Path
