@@ -117,7 +117,7 @@ def judged(record: dict[str, Any], status: int) -> Cell:
     if record["status"] != "verified" or status:
         return Cell(f"**{record['status']}** of {text}", True, str(correctness))
     emitted = record["metrics"]["mean_acceptance_length"]
-    return Cell(f"{text}, no drafts" if emitted is None else f"{text}, {emitted:.2f}")
+    return Cell(text if emitted is None else f"{text}, {emitted:.2f}")
 
 
 def table(cells: dict[str, list[Cell]]) -> str:
