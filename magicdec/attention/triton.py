@@ -33,6 +33,8 @@ SHARED_OVERHEAD = 1024  # bytes of shared memory that the system takes for each 
 INTERPRETED_PROGRAMS = 8  # assumed to run at once on a CPU, so that tests split keys as a GPU does
 STORAGE = (torch.float32, torch.bfloat16)
 BITS = {torch.int8: 8, torch.uint8: 4}  # of codes, by the dtype of a pool
+# Sums that four warps hold in registers, beside what they widen from codes of so many bits.
+MOST_SUMS = {0: 64 * 128, 8: 32 * 128, 4: 16 * 128}
 
 
 def missing_parts() -> str | None:
@@ -333,9 +335,8 @@ def choose_tile(
         sizes = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 8, "maxnreg": 255}
         return sizes | {"num_stages": 3, "IN_FLOAT32": False}
     sums = block_m * block_d  # float32, in registers
-    # What is widened from codes takes registers, too.
-    is_large = sums > (32 if bits else 64) * 128 or (bits == 4 and sums > 16 * 128)
-    is_small = sums <= 32 * 128 and block_m <= (16 if bits else 32)
+    is_large = sums > MOST_SUMS[bits]
+    is_small = sums <= 32 * 128 and block_m <= (16 if bits else 32) and not is_large
     return {
         "BLOCK_M": block_m,
         # 64 keys at 32 and 64 queries: 0.77 and 0.91 of the time of 32 keys on an H200
@@ -343,7 +344,7 @@ def choose_tile(
         "BLOCK_N": 16 if block_d > 128 else 64 if num_queries <= 64 else 32,
         "num_warps": 8 if is_large else 4,
         "num_stages": 3,  # the next two loads of keys or values are on their way
-        "maxnreg": 168 if is_small and not is_large else 255,
+        "maxnreg": 168 if is_small else 255,
         "IN_FLOAT32": False,
     }
 

@@ -76,7 +76,8 @@ def _load_int8(pool, slots, valid, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _store_int8(pool, slots, numbers, valid, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Writes numbers float32 [N, D]."""
+    """Writes numbers float32 [N, D]. Where a GPU fuses the product with the sum that rounds it,
+    halves of a scale may fall the other way."""
     d = tl.arange(0, BLOCK_D)
     first, scale = _int8_places(slots, SIZE)
     most = tl.max(tl.abs(numbers), 1)

@@ -150,7 +150,9 @@ def test_a_layer_launches_half_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def call_delta_steps(device: str, T: int) -> None:
     """Steps of a layer with linear attention of Qwen3.5-9B's sizes."""
-    G, H, D, E = 16, 32, 128, 128
+    G = 16
+    H = 32
+    D = E = 128
 
     def numbers(*size: int) -> Tensor:
         return torch.empty(size, device=device)

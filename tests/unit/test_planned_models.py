@@ -274,6 +274,16 @@ def test_a_state_space_has_the_state_of_transformers() -> None:
     assert 2 * half == mixer.state_bytes(Shard(), 2)
 
 
+def test_the_layers_of_nemotron_h_need_no_number() -> None:
+    """As transformers writes its configs, and in older names."""
+    raw = saved("NemotronHForCausalLM")
+    less = {field: value for field, value in raw.items() if field != "num_hidden_layers"}
+    assert parse(less) == parse(raw)
+    older = {"linear_attention": "mamba", "full_attention": "attention"}
+    names = [older.get(name, name) for name in raw["layers_block_type"]]
+    assert parse(less | {"layers_block_type": names}) == parse(raw)
+
+
 def test_granite_without_experts_has_an_mlp_in_each_layer() -> None:
     architecture = "GraniteMoeHybridForCausalLM"
     changes = {"num_local_experts": 0}
@@ -494,7 +504,7 @@ def test_another_value_is_counted_or_refused(architecture: str) -> None:
         (
             "NemotronHForCausalLM",
             {"layers_block_type": None, "hybrid_override_pattern": "M-X"},
-            r"hybrid_override_pattern 'M-X' has not one of M \* - E for each of 7 layers",
+            "hybrid_override_pattern 'M-X' has parts that are not counted; choose from M,",
         ),
         (
             "NemotronHForCausalLM",
@@ -503,10 +513,24 @@ def test_another_value_is_counted_or_refused(architecture: str) -> None:
         ),
         (
             "NemotronHForCausalLM",
-            {"layers_block_type": ["moe"] * 7},
+            {"layers_block_type": ["moe"] * 7, "hybrid_override_pattern": None},
             "layers_block_type: moe behind nothing is not counted",
         ),
-        ("NemotronHForCausalLM", {"layers_block_type": ["gru"] * 7}, "has not one of linear_att"),
+        (
+            "NemotronHForCausalLM",
+            {"layers_block_type": ["gru"] * 7},
+            "layers_block_type .* has parts that are not counted; choose from linear_attention",
+        ),
+        (
+            "NemotronHForCausalLM",
+            {"hybrid_override_pattern": "M-M*EM-"},
+            "layers_block_type and hybrid_override_pattern contradict each other",
+        ),
+        (
+            "NemotronHForCausalLM",
+            {"num_hidden_layers": 8},
+            "layers_block_type has 7 layers, and num_hidden_layers is 8",
+        ),
         (
             "NemotronHForCausalLM",
             {"layers_block_type": None, "hybrid_override_pattern": None},

@@ -25,7 +25,8 @@ EXPERTS = "moe"
 PARTS = {"M": LINEAR, "*": FULL, "-": MLP, "E": EXPERTS}
 OLDER = {"mamba": LINEAR, "attention": FULL}
 POSITIONS = {"rope": "rope", "nope": "none"}  # of attention, by its name in a config
-STATED_TWICE = "layers_block_type", "layer_types"
+NAMES_OF_PARTS = ("layers_block_type", "layer_types")
+PATTERN = "hybrid_override_pattern"
 
 
 def read_nemotron_h(raw: ConfigFields) -> dict[str, Any]:
@@ -42,7 +43,8 @@ def read_nemotron_h(raw: ConfigFields) -> dict[str, Any]:
     only(raw, "moe_latent_size", None)
     only(raw, "n_shared_experts", 1)
     only(raw, "mamba_ssm_cache_dtype", "float32")
-    fields = common(raw)
+    parts = parts_of(raw)
+    fields = common(raw, len(parts))
     mixer = Mamba2(
         size(raw, "mamba_num_heads", default=128),
         size(raw, "mamba_head_dim", default=64),
@@ -51,7 +53,6 @@ def read_nemotron_h(raw: ConfigFields) -> dict[str, Any]:
         size(raw, "conv_kernel", "mamba_d_conv", default=4),
         switch(raw, "use_conv_bias", True),
     )
-    parts = parts_of(raw, fields["num_layers"])
     kinds = kinds_of(parts, mixer)
     width = size(raw, "moe_intermediate_size", default=7688)
     experts = ExpertsConfig(
@@ -74,28 +75,38 @@ def read_nemotron_h(raw: ConfigFields) -> dict[str, Any]:
     }
 
 
-def parts_of(raw: ConfigFields, num_parts: int) -> list[str]:
-    """The parts one after another, of a list of names or a pattern of signs."""
-    stated = next(filter(None, map(raw.get, STATED_TWICE)), None)
-    pattern = raw.get("hybrid_override_pattern")
-    if stated is None and pattern is None:
-        raise ValueError("layers_block_type is missing, and hybrid_override_pattern, too")
-    if stated is None:
-        is_known = isinstance(pattern, str) and set(pattern) <= set(PARTS)
-        if not is_known or len(pattern) != num_parts:
-            raise ValueError(
-                f"hybrid_override_pattern {shown(pattern)} has not one of {' '.join(PARTS)} for "
-                f"each of {num_parts} layers"
-            )
-        return [PARTS[sign] for sign in pattern]
-    is_list = isinstance(stated, list) and all(isinstance(name, str) for name in stated)
-    names = [OLDER.get(name, name) for name in stated] if is_list else []
-    if len(names) != num_parts or not set(names) <= {*PARTS.values()}:
+def parts_of(raw: ConfigFields) -> list[str]:
+    """The parts one after another, of a list of names or a pattern of signs. Raises ValueError if
+    what is stated differs, or is not as long as `num_hidden_layers`."""
+    found = {
+        field: parts_stated(field, raw[field])
+        for field in (*NAMES_OF_PARTS, PATTERN)
+        if raw.get(field) is not None
+    }
+    if not found:
+        raise ValueError(f"{NAMES_OF_PARTS[0]} is missing, and {PATTERN}, too")
+    field, parts = next(iter(found.items()))
+    other = next((name for name in found if found[name] != parts), None)
+    if other is not None:
+        raise ValueError(f"{field} and {other} contradict each other")
+    if size(raw, "num_hidden_layers", default=len(parts)) != len(parts):
         raise ValueError(
-            f"layers_block_type {shown(stated)} has not one of {', '.join(PARTS.values())} for "
-            f"each of {num_parts} layers"
+            f"{field} has {len(parts)} layers, and num_hidden_layers is "
+            f"{raw.get('num_hidden_layers')}"
         )
-    return names
+    return parts
+
+
+def parts_stated(field: str, stated: Any) -> list[str]:
+    if field == PATTERN and isinstance(stated, str) and set(stated) <= set(PARTS):
+        return [PARTS[sign] for sign in stated]
+    known = {name: name for name in PARTS.values()} | OLDER
+    if field != PATTERN and isinstance(stated, list) and all(name in known for name in stated):
+        return [known[name] for name in stated]
+    choices = PARTS if field == PATTERN else PARTS.values()
+    raise ValueError(
+        f"{field} {shown(stated)} has parts that are not counted; choose from {', '.join(choices)}"
+    )
 
 
 def kinds_of(parts: list[str], mixer: Mamba2) -> list[LayerKind]:

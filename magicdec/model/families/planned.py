@@ -151,12 +151,12 @@ def free(raw: ConfigFields, family: str) -> None:
         raw.get(field)
 
 
-def common(raw: ConfigFields) -> dict[str, Any]:
-    """Fields that all of these read alike."""
+def common(raw: ConfigFields, num_layers: int | None = None) -> dict[str, Any]:
+    """Fields that all of these read alike. `num_layers` where the config need not state it."""
     only(raw, "attention_bias", False)
     return {
         "vocab_size": size(raw, "vocab_size"),
-        "num_layers": size(raw, "num_hidden_layers"),
+        "num_layers": size(raw, "num_hidden_layers", default=num_layers),
         "hidden_size": size(raw, "hidden_size"),
         "num_heads": size(raw, "num_attention_heads"),
         "max_position_embeddings": size(raw, "max_position_embeddings", "model_max_length"),

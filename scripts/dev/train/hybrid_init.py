@@ -160,7 +160,8 @@ def match_and_copy(
     copies = random_rows(min(width, size * num_kv), width).split(size)
     for head, rows in enumerate(copies):
         asks = head * group
-        q[asks].zero_(), k[head].zero_(), v[head].zero_(), gates[asks].zero_()
+        for part in (q[asks], k[head], v[head], gates[asks]):
+            part.zero_()
         for number, place in enumerate(places):
             keep = random_rows(len(summary), len(still)).T
             k[head, still, place] = keep
