@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import HANG, Command
 
+import magicdec
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.environment import probe_machine
 from magicdec.kernels import build, cpu
@@ -211,3 +212,21 @@ def test_another_cpu_in_the_environment_ends_a_command_in_one_line(
     assert re.fullmatch(f"magicdec run: MAGICDEC_MARCH={name}: {error}; unset it.*\n", ended.err), (
         ended.err
     )
+
+
+@pytest.mark.parametrize("name", ["x86-64-v4", "sapphirerapids"])
+@pytest.mark.parametrize(
+    "source", sorted(Path(magicdec.__file__).parent.rglob("*.cpp")), ids=lambda path: path.stem
+)
+def test_sources_are_whole_for_cpus_that_this_one_is_not(source: Path, name: str) -> None:
+    """With and without dot products and tile registers. Such code is left out elsewhere, so that
+    only its own CPUs would see what does not compile."""
+    compiler = build.find_compiler()
+    assert compiler is not None
+    command = [compiler, "-std=c++20", f"-march={name}", "-fopenmp", "-DHEAD_SIZE=64"]
+    command.append("-fsyntax-only")
+    nothing = [*command, "-x", "c++", os.devnull]
+    if subprocess.run(nothing, capture_output=True).returncode:
+        pytest.skip(f"this compiler does not know {name}")
+    ended = subprocess.run([*command, str(source)], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[:2000]

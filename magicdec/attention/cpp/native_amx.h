@@ -5,7 +5,7 @@
 // of 32. A token outside the range has weight 0; what the pool holds for it is finite (kv/pool.py). The result for a query
 // is the same to the bit whatever other queries are computed with it.
 constexpr int64_t GROUP = 2 * amx::STEP;  // tokens of one product of weights and values
-constexpr int64_t GROUPS = TILE / GROUP;      // of a tile: two
+constexpr int64_t TILE_GROUPS = TILE / GROUP;      // of a tile: two
 
 // Per thread. Queries are in equal blocks of rows, of which the last may have a few more rows than there are queries.
 struct AmxScratch {
@@ -43,9 +43,9 @@ public:
     // Scores of all queries for all groups. While keys are read, those of `next` are prefetched. Call it before `weigh`.
     void score(const Stretch& keys, const Stretch& next) const {
         registers.load(rows);
-        amx::Ahead ahead{next.keys_of(0), amx::STEP * GROUPS / keys.groups, is_far, next.groups < GROUPS};
+        amx::Ahead ahead{next.keys_of(0), amx::STEP * TILE_GROUPS / keys.groups, is_far, next.groups < TILE_GROUPS};
         for (int64_t b = 0; b < blocks; b += 2, ahead.lines = 0)
-            if (b + 1 == blocks && keys.groups == GROUPS) {
+            if (b + 1 == blocks && keys.groups == TILE_GROUPS) {
                 score_part<1, 4>(b, 0, keys, ahead);
             } else {
                 for (int64_t g = 0; g < keys.groups; ++g)
