@@ -122,17 +122,27 @@ inline integers pair_products(bits w, int32_t x) {
 #endif
 }
 
-// 2^x for x <= 0: a polynomial (Taylor series of 2^f on [-1/2, 1/2], relative error 2e-7) times a power of two; below 2^-126
-// the result is 2^-126.
-inline vec exp2_wide(vec x) {
+// 2^x for x <= 0, in place: a polynomial (Taylor series of 2^f on [-1/2, 1/2], relative error 2e-7) times a power of two; below
+// 2^-126 the result is 2^-126. The chains of N vectors go in step, since a CPU looks ahead over few operations that wait.
+template <int N>
+inline void exp2_each(vec (&x)[N]) {
     typedef int32_t signed_bits __attribute__((vector_size(W * 4)));
-    x = larger(x, broadcast(-126.0f));
-    const signed_bits nearest = __builtin_convertvector(x - 0.5f, signed_bits);  // rounds towards zero
-    const vec f = x - __builtin_convertvector(nearest, vec);
-    vec y = broadcast(1.5403530e-4f);
+    signed_bits nearest[N];
+    vec y[N];
+    for (int i = 0; i < N; ++i) {
+        x[i] = larger(x[i], broadcast(-126.0f));
+        nearest[i] = __builtin_convertvector(x[i] - 0.5f, signed_bits);  // rounds towards zero
+        x[i] -= __builtin_convertvector(nearest[i], vec);
+        y[i] = broadcast(1.5403530e-4f);
+    }
     for (const float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
-        y = fused(y, f, broadcast(c));
-    return (vec)((bits)y + ((bits)nearest << 23));
+        for (int i = 0; i < N; ++i) y[i] = fused(y[i], x[i], broadcast(c));
+    for (int i = 0; i < N; ++i) x[i] = (vec)((bits)y[i] + ((bits)nearest[i] << 23));
+}
+inline vec exp2_wide(vec x) {
+    vec one[] = {x};
+    exp2_each(one);
+    return one[0];
 }
 
 inline bits load_bits(const uint32_t* p) { return *reinterpret_cast<const bits*>(p); }

@@ -215,6 +215,46 @@ def test_native_gives_a_token_the_same_bits_alone_and_with_others(
 
 
 @pytest.mark.narrow("pairs")
+@pytest.mark.parametrize(
+    ("flags", "window", "dtype"),
+    [
+        *itertools.product([(), AVX2, AVX512], [None, 20, 190], DTYPES),
+        *itertools.product([(), AVX2, AVX512], [None, 20], CODES),
+    ],
+    ids=str,
+)
+def test_native_prefills_a_chunk_of_several_tasks(
+    flags: tuple[str, ...],
+    window: int | None,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tiles that some queries of a task do not see any more, or not yet; and the same bits for the
+    last third alone, which are other tasks."""
+    build = native.kernel
+    monkeypatch.setattr(native, "kernel", lambda size: build(size, *flags))
+    torch.manual_seed(0)
+    backend = NativeBackend()
+    num_new, length = 150, 200
+    cache, k, v = fill(backend, 2, 64, [length], dtype, length + num_new, layers=1)
+    q = torch.randn(1, num_new, 8, 64).to(k.dtype)
+    outputs = []
+    for first in (0, 100):
+        cache.truncate([0], [length])
+        cache.advance([0], first)
+        view = make_view(cache, [0], FullKV(), num_new - first, window=window)
+        outputs.append(BackendCase(view, q[:, first:], k, v).run(backend, "run_with_lse"))
+    read = as_stored(k, dtype, are_keys=True), as_stored(v, dtype)
+    exact = exact_attention(q[0], read[0][0], read[1][0], None, length, window)
+    (out, lse), (last_out, last_lse) = outputs
+    # Halves of a scale may be rounded either way, of 20 keys.
+    assert (lse[0].double() - exact.lse).abs().max() < (1e-2 if dtype in CODES else 1e-4)
+    assert (out[0].double() - exact.out).abs().max() < TOLERANCE[dtype]
+    assert torch.equal(out[0, 100:], last_out[0])
+    assert torch.equal(lse[0, 100:], last_lse[0])
+
+
+@pytest.mark.narrow("pairs")
 @pytest.mark.parametrize("name", ["sdpa, blocks of 64", "native", "native of AVX2"])
 @pytest.mark.parametrize("codes", CODES, ids=str)
 @pytest.mark.parametrize("num_new", [1, 7, 45])

@@ -64,7 +64,7 @@ struct Bf16Tiles : PairPools {
 struct Bf16 : PairPools {
     using Query = uint32_t;
     static constexpr int QUERY_SIZE = PAIRS;
-    static constexpr int64_t QUERY_BLOCK = MAX_QUERIES / 2;
+    static constexpr int64_t QUERY_BLOCK = MAX_QUERIES / 2, CHUNK_BLOCK = QUERY_BLOCK;
     using Scratch = TileScratch;
     static void stage(const bfloat16* from, Query* to) { std::memcpy(to, from, HEAD_SIZE * sizeof(bfloat16)); }
     static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const bfloat16* k_pool,

@@ -8,11 +8,14 @@
 constexpr int ACROSS = 2 * W;            // queries that are computed together, in the lanes of two vectors
 constexpr int DOWN = W == 16 ? 12 : 6;   // most rows of a product at a time; the sums leave three registers for its factors
 
+// Most queries of a task. A tile is widened, and comes from memory, once for all of them; theirs and their sums stay in L2.
+constexpr int CHUNK_QUERIES = std::clamp(16384 / HEAD_SIZE / 32 * 32, MAX_QUERIES, 256);
+
 struct ChunkScratch {
-    alignas(64) float queries[MAX_QUERIES * HEAD_SIZE];  // [group of ACROSS queries][HEAD_SIZE][ACROSS]
-    alignas(64) float acc[MAX_QUERIES * HEAD_SIZE];      // weighted values, in the same order
-    alignas(64) float weights[TILE * ACROSS];            // scores, then weights, of one group: [key][ACROSS]
-    alignas(64) float maximum[MAX_QUERIES], total[MAX_QUERIES], scale[ACROSS];
+    alignas(64) float queries[CHUNK_QUERIES * HEAD_SIZE];  // [group of ACROSS queries][HEAD_SIZE][ACROSS]
+    alignas(64) float acc[CHUNK_QUERIES * HEAD_SIZE];      // weighted values, in the same order
+    alignas(64) float weights[TILE * ACROSS];              // scores, then weights, of one group: [key][ACROSS]
+    alignas(64) float maximum[CHUNK_QUERIES], total[CHUNK_QUERIES], scale[ACROSS];
 };
 
 // Keys and values of float32 pools, where they lie. Element d of key j is keys[j * KEY + d * DIMENSION]; values are rows of
@@ -62,21 +65,28 @@ inline void chunk_products(int64_t rows, const float* left, const float* right, 
 // `total` [ACROSS] of the weights. Sets `scale` [ACROSS], the factors for earlier sums. `is_cut`: some scores are HIDDEN.
 template <bool is_cut>
 inline void chunk_softmax(float* scores, int64_t count, float* maximum, float* total, float* scale) {
-    for (int i = 0; i < ACROSS; i += W) {
-        const vec before = load(maximum + i);
-        vec top = before, sum = {};
-        for (int64_t j = 0; j < count; ++j) top = larger(top, load(scores + j * ACROSS + i));
-        for (int64_t j = 0; j < count; ++j) {
-            const vec s = load(scores + j * ACROSS + i);
-            vec weight = exp2_wide(s - top);
-            if (is_cut) weight = s > 0.5f * HIDDEN ? weight : vec{};
-            store(scores + j * ACROSS + i, weight);
-            sum += weight;
+    const vec before[] = {load(maximum), load(maximum + W)};
+    vec top[] = {before[0], before[1]}, sum[2] = {};
+    for (int64_t j = 0; j < count; ++j)
+        for (int i = 0; i < 2; ++i) top[i] = larger(top[i], load(scores + j * ACROSS + i * W));
+    const auto weigh = [&]<int KEYS>(float* of) {
+        vec weights[2 * KEYS];
+        for (int n = 0; n < 2 * KEYS; ++n) weights[n] = load(of + n * W) - top[n % 2];
+        exp2_each(weights);
+        for (int n = 0; n < 2 * KEYS; ++n) {
+            if (is_cut) weights[n] = load(of + n * W) > 0.5f * HIDDEN ? weights[n] : vec{};
+            store(of + n * W, weights[n]);
+            sum[n % 2] = as_it_is(sum[n % 2] + weights[n]);
         }
-        const vec factor = exp2_wide(before - top);
-        store(scale + i, factor);
-        store(total + i, load(total + i) * factor + sum);
-        store(maximum + i, top);
+    };
+    int64_t j = 0;
+    for (; j + 2 <= count; j += 2) weigh.template operator()<2>(scores + j * ACROSS);
+    if (j < count) weigh.template operator()<1>(scores + j * ACROSS);
+    for (int i = 0; i < 2; ++i) {
+        const vec factor = exp2_wide(before[i] - top[i]);
+        store(scale + i * W, factor);
+        store(total + i * W, load(total + i * W) * factor + sum[i]);
+        store(maximum + i * W, top[i]);
     }
 }
 
@@ -96,14 +106,17 @@ public:
 
     int64_t num_groups() const { return (task.num_queries + ACROSS - 1) / ACROSS; }
 
-    // Attention of one group to `count` keys and values from `position` on.
+    // Attention of one group to those of `count` keys and values from `position` on that any of its queries sees.
     template <typename Rows>
     void attend(int64_t group, const Rows& rows, int64_t position, int64_t count) {
-        const int64_t first = group * ACROSS;
+        const int64_t first = group * ACROSS, last = first + ACROSS - 1;
+        if (seen(first, position, count).from == count) return;  // they have left the window of all
+        count = seen(last, position, count).to;
+        if (count == 0) return;
         float *maximum = x.maximum + first, *total = x.total + first;
         chunk_products<Rows::KEY, Rows::DIMENSION, false>(count, rows.keys, x.queries + first * HEAD_SIZE, HEAD_SIZE, nullptr,
                                                    x.weights);
-        if (seen(first, position, count).to < count || seen(first + ACROSS - 1, position, count).from > 0) {
+        if (seen(first, position, count).to < count || seen(last, position, count).from > 0) {
             hide(first, position, count);
             chunk_softmax<true>(x.weights, count, maximum, total, x.scale);
         } else {

@@ -135,7 +135,7 @@ struct Float32 {
     using Pool = float;
     using Query = float;
     static constexpr int QUERY_SIZE = HEAD_SIZE;
-    static constexpr int64_t QUERY_BLOCK = MAX_QUERIES;
+    static constexpr int64_t QUERY_BLOCK = MAX_QUERIES, CHUNK_BLOCK = CHUNK_QUERIES;
     union Scratch {
         float scores[(MAX_QUERIES + 1) * TILE];
         ChunkScratch chunk;

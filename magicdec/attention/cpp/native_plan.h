@@ -57,6 +57,13 @@ void add_pieces(const Problem& p, const Table& table, const int64_t* ranges, int
     }
 }
 
+// Queries of a task of a prefill: at most `most`, and so few that all threads have several tasks. Results are the same.
+inline int64_t queries_of_chunk(const Problem& p, int64_t most) {
+    const int64_t wanted = 4 * omp_get_max_threads();
+    while (most > MAX_QUERIES && p.B * p.G * ((p.num_queries() + most - 1) / most) < wanted) most = (most / 2 + 31) / 32 * 32;
+    return most;
+}
+
 // `query_block`: queries of a task, where there are more than MAX_QUERIES.
 void make_plan(const Problem& p, const Table& table, const Ranges& ranges, int64_t query_block, Plan& plan) {
     const int64_t M = p.num_queries();

@@ -24,7 +24,7 @@ namespace {
 
 constexpr int TILE = 64;            // keys processed together: their K and V stay in the L1 cache
 constexpr int BLOCK = 16;           // keys whose attention weights are summed (WEIGHTS_BLOCK of kv/view.py); divides TILE
-constexpr int MAX_QUERIES = 64;     // most packed queries of one task
+constexpr int MAX_QUERIES = 64;     // most packed queries of one task, but for those of native_chunk.h
 constexpr int PAIRS = HEAD_SIZE / 2;
 constexpr int LANES = 16;           // keys of a tile are counted in vectors of so many
 constexpr int64_t LONG_CHUNK = 32;  // from this many new tokens on any forward counts as prefill (PREFILL_FROM of kernels/build.py)

@@ -44,7 +44,9 @@ public:
     using Query = typename Kernel::Query;
 
     void plan_view(const Problem& p, const Table& table, const Ranges& ranges, bool with_mass) {
-        make_plan(p, table, ranges, Kernel::QUERY_BLOCK, plan);
+        const bool is_chunk = p.is_prefill() && !with_mass;
+        const int64_t block = is_chunk ? queries_of_chunk(p, Kernel::CHUNK_BLOCK) : Kernel::QUERY_BLOCK;
+        make_plan(p, table, ranges, block, plan);
         constexpr int64_t beyond = 15;  // queries that a tile of 16 may reach past the last one
         queries.resize((p.B * p.G * p.num_queries() + beyond) * Kernel::QUERY_SIZE);
         results.resize(plan.pieces.size() * width(p));
@@ -66,7 +68,8 @@ public:
         const int64_t M = p.num_queries();
         typename Kernel::Scratch scratch;
         // What a task finds: maxima, sums of weights and weighted sums of values, and the mass of each query.
-        alignas(64) float maxima[MAX_QUERIES], totals[MAX_QUERIES], values[MAX_QUERIES * HEAD_SIZE];
+        constexpr int64_t most = std::max<int64_t>(MAX_QUERIES, Kernel::CHUNK_BLOCK);
+        alignas(64) float maxima[most], totals[most], values[most * HEAD_SIZE];
         static thread_local std::vector<float> masses;
         int64_t read = 0;
         if (with_mass) masses.resize(std::max(masses.size(), size_t(MAX_QUERIES * plan.most_blocks)));

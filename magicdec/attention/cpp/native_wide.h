@@ -287,7 +287,7 @@ struct WideKernel : Tiles {
     using Pool = typename Tiles::Pool;
     using Query = float;
     static constexpr int QUERY_SIZE = HEAD_SIZE;
-    static constexpr int64_t QUERY_BLOCK = MAX_QUERIES;
+    static constexpr int64_t QUERY_BLOCK = MAX_QUERIES, CHUNK_BLOCK = CHUNK_QUERIES;
     using Scratch = WideScratch;
     template <typename S>
     static void stage(const S* from, Query* to) {

@@ -44,6 +44,25 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "A prefill leaves out the tiles that no query of a vector sees, and no others.",
+        "test_attention.py::test_native_prefills_a_chunk_of_several_tasks"
+        "[('-march=x86-64-v3',)-20-torch.float32]",
+        (
+            Fault(
+                "what the last one does not see any more",
+                "attention/cpp/native_chunk.h",
+                "if (seen(first, position, count).from == count) return;",
+                "if (seen(last, position, count).from == count) return;",
+            ),
+            Fault(
+                "what the first one does not see yet",
+                "attention/cpp/native_chunk.h",
+                "count = seen(last, position, count).to;",
+                "count = seen(first, position, count).to;",
+            ),
+        ),
+    ),
+    Property(
         "A row that goes back further than was said is an error.",
         f"{BLOCKS}test_going_back_further_than_was_said_is_an_error",
         (
