@@ -66,7 +66,7 @@ class Entry:
     in; its Python is given by the flag `--ENVIRONMENT_python`, without which the peer is left out,
     and it loads a model written by its `export`. Without `environment`, a peer runs in this
     project's environment. `is_exact`: whether its float32 tokens must be those of the other peers;
-    a peer with an 8-bit KV cache need not emit them. `widens`: whether it stores bfloat16 and
+    a peer with a KV cache of 8 or 4 bits need not emit them. `widens`: whether it stores bfloat16 and
     computes in float32 where the CPU does not multiply bfloat16. `decodes` and `generates`: whether
     it is in the table of decode steps and in the table of whole generations. `serving`:
     "module:class" of what serves requests, if it does."""
@@ -101,6 +101,8 @@ PEERS: dict[str, Entry] = {
         generates=True,
         serving="peers.magicdec_serving:MagicdecServing",
     ),
+    "magicdec_int8": Entry("peers.magicdec_engine:MagicdecInt8", is_exact=False, widens=True),
+    "magicdec_int4": Entry("peers.magicdec_engine:MagicdecInt4", is_exact=False, widens=True),
     "magicdec_selfspec": Entry(
         "peers.magicdec_engine:MagicdecSelfSpeculation", widens=True, decodes=False, generates=True
     ),
@@ -131,6 +133,9 @@ PEERS: dict[str, Entry] = {
     "llama_cpp": Entry("peers.llama_cpp:LlamaCppPeer", "llama_cpp", widens=True),
     "llama_cpp_q8_0": Entry(
         "peers.llama_cpp:LlamaCpp8Bit", "llama_cpp", is_exact=False, widens=True
+    ),
+    "llama_cpp_q4_0": Entry(
+        "peers.llama_cpp:LlamaCpp4Bit", "llama_cpp", is_exact=False, widens=True
     ),
     "vllm": Entry("peers.vllm_engine:VLLM", "vllm", generates=True),
     "vllm_lookup": Entry("peers.vllm_engine:VLLMLookup", "vllm", decodes=False, generates=True),

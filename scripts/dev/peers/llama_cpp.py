@@ -185,11 +185,19 @@ class LlamaCppPeer(Peer):
 
 
 class LlamaCpp8Bit(LlamaCppPeer):
-    """With a KV cache of 8 bits (q8_0), which changes the emitted tokens. Values of 8 bits need
+    """With a KV cache of 8 bits (q8_0), which changes the emitted tokens. Values of few bits need
     flash attention."""
 
+    cache_type = "GGML_TYPE_Q8_0"
+
     def _cache_type(self, dtype: str) -> int:
-        return int(self.lib.GGML_TYPE_Q8_0)
+        return int(getattr(self.lib, self.cache_type))
 
     def _takes_flash_attention(self, dtype: str) -> bool:
         return True
+
+
+class LlamaCpp4Bit(LlamaCpp8Bit):
+    """With a KV cache of 4.5 bits (q4_0)."""
+
+    cache_type = "GGML_TYPE_Q4_0"

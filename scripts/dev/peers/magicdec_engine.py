@@ -10,6 +10,7 @@ class Magicdec(Peer):
 
     can_verify = True
     can_score = True
+    kv_dtype: str | None = None  # --kv_dtype; None: that of the weights
 
     def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
         import torch
@@ -18,6 +19,7 @@ class Magicdec(Peer):
         from magicdec.distributed.groups import Group
         from magicdec.distributed.tensor_parallel import Shard
         from magicdec.engine.engine import Engine
+        from magicdec.kv.layout import POOL_DTYPES
         from magicdec.model.checkpoint.source import find_model
         from magicdec.names import ATTENTION_BACKENDS, load_named
         from magicdec.runner.model_runner import ModelRunner
@@ -32,7 +34,10 @@ class Magicdec(Peer):
         loaded = load_kind(source, Shard(), kinds, torch.device("cpu"))
         backend = load_named(ATTENTION_BACKENDS, "native")()
         executor = make_executor(kinds, loaded, group)
-        self.runner = ModelRunner(loaded, backend, group, batch, max_tokens, executor=executor)
+        pool = None if self.kv_dtype is None else POOL_DTYPES[self.kv_dtype]
+        self.runner = ModelRunner(
+            loaded, backend, group, batch, max_tokens, kv_dtype=pool, executor=executor
+        )
         self.max_gamma = 0  # draft tokens per row cached in a step beyond the committed ones
         self.engine = Engine(self.runner, CHUNK)
         self.strategy = build_decoder(self.runner, DecodingSection(), KVSection("full"))
@@ -95,6 +100,18 @@ class Magicdec(Peer):
             found.append(log_probs_of(logits, following))
         values: list[list[float]] = torch.cat(found, dim=1).tolist()
         return values
+
+
+class MagicdecInt8(Magicdec):
+    """With a KV cache of 8 bits, which changes the emitted tokens."""
+
+    kv_dtype = "int8"
+
+
+class MagicdecInt4(Magicdec):
+    """With a KV cache of 4 bits, which changes the emitted tokens."""
+
+    kv_dtype = "int4"
 
 
 class MagicdecSelfSpeculation(Magicdec):

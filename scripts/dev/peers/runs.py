@@ -45,7 +45,7 @@ ROOM = 128  # cached tokens per row beyond the prompt
 SCORED_ROWS = 2
 SCORED_TOKENS = 2048
 SCORES_OF = "transformers"  # in float32, what others are compared with on the random model
-INEXACT_CAPTION = "* not exact: its 8-bit KV cache changes the emitted tokens"
+INEXACT_CAPTION = "* not exact: its KV cache of 8 or 4 bits changes the emitted tokens"
 DEMO = Path(__file__).parents[3] / "magicdec" / "demo" / "target"
 
 
