@@ -66,7 +66,7 @@ class Entry:
     in; its Python is given by the flag `--ENVIRONMENT_python`, without which the peer is left out,
     and it loads a model written by its `export`. Without `environment`, a peer runs in this
     project's environment. `is_exact`: whether its float32 tokens must be those of the other peers;
-    a peer with a KV cache of 8 or 4 bits need not emit them. `widens`: whether it stores bfloat16 and
+    a peer with a KV cache of 8 or 4 bits need not. `widens`: whether it stores bfloat16 and
     computes in float32 where the CPU does not multiply bfloat16. `decodes` and `generates`: whether
     it is in the table of decode steps and in the table of whole generations. `serving`:
     "module:class" of what serves requests, if it does."""
