@@ -39,14 +39,14 @@ TAKEN = 0.8  # conditional acceptance on the page of models
 CONTEXTS = [2**power for power in range(12, 19)]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for flag in ("--dense", "--hybrid", "--latency"):
         parser.add_argument(flag, type=Path, required=True)
     parser.add_argument("--plot", type=Path, required=True)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     check_picture("--plot", args.plot)
     dense, hybrid = (
         list(read_records(path, AcceptanceRecord)) for path in (args.dense, args.hybrid)

@@ -1,7 +1,11 @@
-"""results/hybrids: the page's table has what its records say."""
+"""results/hybrids: the page and its picture have what the records say."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import hybrid_picture
+from matplotlib.figure import Figure
+from which_models_pay import PAYS
 
 from magicdec.bench.acceptance.record import AcceptanceRecord
 from magicdec.bench.latency.record import LatencyRecord, break_even, by_place
@@ -25,7 +29,7 @@ DRAFTS: dict[str, Callable[[str], bool]] = {
     "`ngram`": "ngram".__eq__,
     "`model:demo-draft`": "model:demo-draft full".__eq__,
 }
-PAYS = "self 257 pays from (8 rows, one thread)"
+TIMED = "self 257 pays from (8 rows, one thread)"
 
 
 def rows() -> dict[tuple[str, str], list[float]]:
@@ -43,7 +47,7 @@ def rows() -> dict[tuple[str, str], list[float]]:
 
 def test_the_table_has_what_the_records_say() -> None:
     shown = rows()
-    assert {draft for draft, _ in shown} == {*DRAFTS, PAYS}
+    assert {draft for draft, _ in shown} == {*DRAFTS, TIMED}
     for model, file in FILES.items():
         records = list(read_records(file, AcceptanceRecord))
         for draft, is_draft in DRAFTS.items():
@@ -62,4 +66,35 @@ def test_what_pays_is_what_was_timed() -> None:
     for model, name in MODELS.items():
         places = by_place(times[name].rows)
         found = [break_even(place)[DEFAULT_KV_POLICY, 257, None][GAMMA] for place in places]
-        assert [round(number, 2) for number in found] == shown[PAYS, model]
+        assert [round(number, 2) for number in found] == shown[TIMED, model]
+
+
+def test_what_it_would_be_worth_is_what_the_picture_shows() -> None:
+    """In its right panel: from which context on drafts pay, and their speedup at 128k."""
+    figure = Figure()
+    ax = figure.subplots()
+    dense, hybrid = (list(read_records(FILES[m], AcceptanceRecord)) for m in ("dense", "hybrid"))
+    hybrid_picture.draw_worth(ax, dense, hybrid)
+    curves = {str(line.get_label()): line.get_ydata() for line in ax.lines}
+    taken = curves["acceptance 0.8 at all contexts"]
+    own = curves["as measured of demo-hybrid"]
+    assert [pays_from(taken), pays_from(own)] == [64 * 1024, 32 * 1024]
+    at = hybrid_picture.CONTEXTS.index(128 * 1024)
+    assert [f"{values[at]:.1f}" for values in (taken, own)] == ["1.3", "1.6"]
+    text = " ".join((RESULTS / "hybrids" / "README.md").read_text(encoding="utf-8").split())
+    assert "pay from 32k tokens in place of 64k, and bring 1.6x in place of 1.3x at 128k" in text
+
+
+def pays_from(speedups: Sequence[float]) -> int:
+    pairs = zip(hybrid_picture.CONTEXTS, speedups, strict=True)
+    return next(context for context, speedup in pairs if speedup >= PAYS)
+
+
+def test_the_picture_has_both_models_and_when_they_pay(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.svg"
+    words = ["--dense", FILES["dense"], "--hybrid", FILES["hybrid"]]
+    words += ["--latency", RESULTS / "hybrids" / "latency.jsonl.gz", "--plot", picture]
+    hybrid_picture.main([str(word) for word in words])
+    drawn = picture.read_text(encoding="utf-8")
+    for text in ("demo-hybrid", "mtp:demo-hybrid full", "pays from (timed)", "qwen3.5-27b"):
+        assert text in drawn, text
