@@ -26,8 +26,13 @@ PLAIN_NORM = "ssm_norm"
 LINEAR = ".linear_attn."
 TILED = {"qwen35", "qwen35moe"}  # the order of whose value heads the converter has changed
 HEADS = ("group_count", "time_step_rank", "state_size")  # keys of their numbers
-# Other names under which the package may know the end of a name.
+ONE_PROJECTION = "ssm_in"  # of older files of Qwen3-Next: q, k, v and z, key head by key head
+# Other names under which the package may know the end of a name, and the file have it.
 OTHER_NAMES = {
+    "linear_attn.in_proj_qkv.weight": "linear_attn.in_proj_qkvz.weight",
+    "linear_attn.in_proj_z.weight": "linear_attn.in_proj_qkvz.weight",
+    "experts.gate_proj.weight": "experts.gate_up_proj.weight",
+    "experts.up_proj.weight": "experts.gate_up_proj.weight",
     "linear_attn.dt_bias": "linear_attn.dt_proj.bias",
     "linear_attn.in_proj_b.weight": "linear_attn.in_proj_ba.weight",
     "linear_attn.in_proj_a.weight": "linear_attn.in_proj_ba.weight",
@@ -67,6 +72,9 @@ def values_of(files: Sequence[Path], names: Iterable[str]) -> dict[str, Tensor]:
             if theirs not in whole:
                 whole[theirs] = dequantised(stored[theirs])
             values = whole[theirs][int(expert["number"])]
+            if "gate_up" in theirs:
+                gate, up = np.split(values, 2)
+                values = gate if expert["after"].startswith("gate") else up
         part = re.sub(r"\.(weight|bias)$", "", theirs).split(".")[-1]
         key = PAIRS.get(architecture, {}).get(part)
         if key is not None:
@@ -77,7 +85,10 @@ def values_of(files: Sequence[Path], names: Iterable[str]) -> dict[str, Tensor]:
             values = values - np.float32(1)
         if LINEAR in name:
             sizes = {key: int(fields[f"{architecture}.ssm.{key}"].contents()) for key in HEADS}
-            values = linear_values(values, name, sizes, architecture in TILED)
+            if part == ONE_PROJECTION:
+                values = one_projection(values, name, sizes)
+            else:
+                values = linear_values(values, name, sizes, architecture in TILED)
         if name.endswith("shared_expert_gate.weight"):
             values = values.reshape(1, -1)
         found[name] = torch.from_numpy(np.require(values, requirements=["C", "W"]))
@@ -112,6 +123,18 @@ def linear_values(
     if part == "out_proj":
         return untiled(values.T).T
     return values if part == "norm" else untiled(values)
+
+
+def one_projection(
+    values: NDArray[np.float32], name: str, sizes: dict[str, int]
+) -> NDArray[np.float32]:
+    """Of ONE_PROJECTION the rows of q, of k and of v of all heads, or those of z."""
+    key = sizes["state_size"]
+    heads = values.reshape(sizes["group_count"], -1, values.shape[1])
+    value = (heads.shape[1] - 2 * key) // 2
+    q, k, v, z = np.split(heads, [key, 2 * key, 2 * key + value], axis=1)
+    wanted = (z,) if name.endswith("in_proj_z.weight") else (q, k, v)
+    return np.concatenate([rows.reshape(-1, values.shape[1]) for rows in wanted])
 
 
 def dequantised(tensor: Any) -> NDArray[np.float32]:

@@ -260,7 +260,8 @@ def write_with(path: Path, changed: dict[str, Any], **keys: Any) -> None:
     reader = gguf.GGUFReader(path)
     tensors = {t.name: (t.data.copy(), t.tensor_type) for t in reader.tensors} | changed
     file = read_gguf(path)
-    own = {k: v for k, v in file.metadata.items() if k.startswith(f"{file.architecture}.")}
+    prefixes = (f"{file.architecture}.", "tokenizer.")
+    own = {k: v for k, v in file.metadata.items() if k.startswith(prefixes)}
     own |= {f"{file.architecture}.{key}": value for key, value in keys.items()}
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     write_gguf(path, file.architecture, {}, kept, own)

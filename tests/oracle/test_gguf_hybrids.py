@@ -359,6 +359,11 @@ def test_older_files_of_qwen3_next_have_one_projection(tmp_path: Path) -> None:
     model = a_model("qwen3next")
     save(path, "qwen3next", model, (Type.Q8_0,), is_old=True)
     check_logits(path, model)
+    fuse_experts(path)
+    check_logits(path, model)
+
+
+def fuse_experts(path: Path) -> None:
     fused: dict[str, Any] = {}
     for layer in range(4):
         names = [f"blk.{layer}.ffn_{part}_exps.weight" for part in ("gate", "up")]
@@ -367,7 +372,6 @@ def test_older_files_of_qwen3_next_have_one_projection(tmp_path: Path) -> None:
         both = np.concatenate(parts, axis=1)
         fused[f"blk.{layer}.ffn_gate_up_exps.weight"] = (both, Type.Q8_0)
     write_with(path, fused)
-    check_logits(path, model)
 
 
 def read_blocks(path: Path, names: list[str]) -> list[Any]:
@@ -535,6 +539,24 @@ def test_a_file_is_compared_with_transformers(
     check = check_model(str(path), 1e-9)
     assert check.outcome == (checked.EQUAL if fault == "none" else checked.DIFFERS), check.lines
     assert any("on the dequantised weights as gguf 0." in line for line in check.lines)
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_an_older_file_is_compared_with_transformers(
+    is_wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(checked.VARIABLE, str(tmp_path / "checked"))
+    path = tmp_path / "model.gguf"
+    model = a_model("qwen3next", STRINGS_SIZE)
+    save(path, "qwen3next", model, (Type.Q8_0,), strings=STRINGS, is_old=True)
+    fuse_experts(path)
+    if is_wrong:  # as if q, k and v of all heads were one behind the other
+        rows = LinearOrders.by_key_head
+        monkeypatch.setattr(
+            LinearOrders, "by_key_head", lambda o: (np.sort(rows(o)[0]), np.sort(rows(o)[1]))
+        )
+    check = check_model(str(path), 1e-9)
+    assert check.outcome == (checked.DIFFERS if is_wrong else checked.EQUAL), check.lines
 
 
 LINEAR_PARTS = LinearOrders.parts
