@@ -49,11 +49,11 @@ def test_by_hand() -> None:
 def test_no_weight_leaves_the_range(name: str) -> None:
     """Also if a scale is too small for an exact division."""
     quantizer: Quantizer = load_named(QUANTIZERS, name)
-    rows = torch.zeros(4, 64)
+    rows = torch.zeros(4, 128)
     rows[0, :3] = torch.tensor([1e-45, 3e-45, -3e-45])
     rows[1, :2] = torch.tensor([1e-38, -1e-38])
     rows[2, :2] = torch.tensor([5e4, -5e4])
-    rows[3] = 1e-5 * torch.randn(64, generator=torch.Generator().manual_seed(0))
+    rows[3] = 1e-5 * torch.randn(128, generator=torch.Generator().manual_seed(0))
     found = quantizer(rows)
     most = quantizer.least + 2**quantizer.bits - 1
     assert found.numbers.min() >= quantizer.least and found.numbers.max() <= most

@@ -20,11 +20,11 @@ Rounded = tuple[Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class Quantizer:
-    """`group` None: the widest of GROUPS that divides the inputs. `quantize` rounds weights
+    """A matrix has the widest of `groups` that divides its inputs. `quantize` rounds weights
     [N, groups, group], float32."""
 
     bits: int
-    group: int | None
+    groups: tuple[int, ...]
     scale: str
     has_minimum: bool
     least: int
@@ -32,7 +32,7 @@ class Quantizer:
 
     @property
     def least_group(self) -> int:
-        return self.group or GROUPS[0]
+        return min(self.groups)
 
     def divides(self, width: int) -> bool:
         """Whether groups divide so many inputs."""
@@ -41,7 +41,7 @@ class Quantizer:
     def format(self, width: int) -> NumberFormat:
         """The format of matrices with so many inputs."""
         assert self.divides(width), "it is checked"
-        group = self.group or max(group for group in GROUPS if width % group == 0)
+        group = max(group for group in self.groups if width % group == 0)
         return NumberFormat(self.bits, group, self.scale, self.has_minimum, self.least)
 
     def __call__(self, rows: Tensor, kind: NumberFormat | None = None) -> GroupedNumbers:
@@ -108,8 +108,9 @@ def inverse(scale: Tensor) -> Tensor:
     return torch.where(scale == 0, 0.0, 1 / scale)
 
 
-INT8 = Quantizer(8, None, "bfloat16", False, -128, to_int8)
-INT4 = Quantizer(4, 32, "bfloat16", False, -8, to_int4)
-Q8_0 = Quantizer(8, 32, "float16", False, -128, to_q8_0)
-Q4_0 = Quantizer(4, 32, "float16", False, -8, to_q4_0)
-Q4_1 = Quantizer(4, 32, "float16", True, 0, to_q4_1)
+INT8 = Quantizer(8, GROUPS, "bfloat16", False, -128, to_int8)
+INT4 = Quantizer(4, (32,), "bfloat16", False, -8, to_int4)
+INT4_G128 = Quantizer(4, (32, 64, 128), "bfloat16", False, -8, to_int4)
+Q8_0 = Quantizer(8, (32,), "float16", False, -128, to_q8_0)
+Q4_0 = Quantizer(4, (32,), "float16", False, -8, to_q4_0)
+Q4_1 = Quantizer(4, (32,), "float16", True, 0, to_q4_1)
