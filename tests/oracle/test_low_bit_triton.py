@@ -1,6 +1,8 @@
 """The Triton kernel for numbers in groups, interpreted if there is no GPU: its products, which
 layers call it, and its machine code."""
 
+import json
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -11,8 +13,10 @@ from launches import CountedLaunch, LaunchRecorder, compile_apart
 from test_grouped import make_numbers
 from tiers import nested
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from magicdec.model.linear import triton
+from magicdec.model.linear.choices import TileChoices
 from magicdec.model.linear.grouped import GroupedLinear, NumberFormat
 from magicdec.model.linear.quantizers import INT4, INT4_G128, INT8, Quantizer
 from magicdec.model.linear.tiles import MOST_ROWS, Tile, tiles_for
@@ -209,6 +213,55 @@ def test_every_tile_multiplies(rows: int) -> None:
         out = triton.multiply_groups(x, layer.weight, layer.scale, None, layer.format, tile)
         error = (out.cpu().double() - expected).abs()
         assert (error <= expected.abs() * 2**-7 + 1e-5 * expected.abs().max()).all(), tile
+
+
+def test_the_fastest_tile_is_measured_once_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a file that other ranks write, too, and that may be cut off. A GPU's clock is made up."""
+    path = tmp_path / "tiles.json"
+    tiles = tiles_for(1, INT4_G128.format(128), True)
+    times = dict(zip(tiles, (3.0, 1.0, 2.0), strict=True))
+    choices = TileChoices(path)
+    other_rank = TileChoices(path)
+    assert choices.choose("a", tiles, None) == tiles[0] and not path.exists()
+    assert choices.choose("a", tiles, times.__getitem__) == tiles[1]
+    assert choices.choose("a", tiles, None) == tiles[1]  # as in a capture
+    other_rank.choose("b", tiles[:1], times.__getitem__)
+    kept = TileChoices(path)
+    assert kept.choose("a", tiles, lambda tile: -times[tile]) == tiles[1]
+    assert kept.choose("b", tiles, None) == tiles[0]
+    assert kept.choose("a", tiles[::2], times.__getitem__) == tiles[2]  # of another version
+    path.write_text('{"a":')
+    assert TileChoices(path).choose("a", tiles, None) == tiles[0]
+
+    recorder = LaunchRecorder()
+    capturing = [False]
+    monkeypatch.setattr(triton, "kernels", lambda device: recorder)
+    monkeypatch.setattr(triton, "choices_on", lambda device: TileChoices(tmp_path / "card.json"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+
+    def seconds(call: Callable[[], object]) -> float:
+        call()
+        return -recorder.launches[-1].options["BLOCK_N"]
+
+    monkeypatch.setattr(triton, "seconds_on_gpu", seconds)
+    layer = GroupedLinear(INT4_G128(torch.randn(64, 256)), None)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(1, 256, dtype=BF16, device="cuda")
+        for is_captured in (True, False, True):
+            capturing[0] = is_captured
+            recorder.launches.clear()
+            stored = (layer.weight, layer.scale, None, layer.format)
+            tile = triton.chosen_tile(x, *stored)
+            assert tile.outputs == (64 if is_captured and not kept_of(tmp_path) else 128)
+            assert len(recorder.launches) == (0 if is_captured else len(tiles))
+    assert kept_of(tmp_path) == {"64x256, 4 bits, 8 rows": [8, 128, 4, 3]}
+
+
+def kept_of(folder: Path) -> dict[str, list[int]]:
+    file = folder / "card.json"
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def test_tiles_by_rows() -> None:

@@ -347,17 +347,18 @@ def test_parts_have_what_those_before_them_did_not_use(
     assert not quick.run_parts(names, tmp_path, [], quick.QUICK_SECONDS)
     assert list(machine.limits) == names
     assert machine.limits == {
-        "broken": 80,
-        "demo_tokens": 130,
-        "llama31": 120,
-        "whole_runs": 80,
-        "hybrid": 140,
-        "peers": 200,
+        "broken": 70,
+        "demo_tokens": 110,
+        "drafts": 150,
+        "hybrid": 210,
+        "llama31": 260,
+        "whole_runs": 40,
+        "peers": 80,
     }
-    assert "| llama31 | 120 | 0 | 0 | 0 |" in (tmp_path / "summary.md").read_text()
+    assert "| llama31 | 260 | 0 | 0 | 0 |" in (tmp_path / "summary.md").read_text()
     machine = GpuMachine(monkeypatch, {})
     assert quick.run_parts(["peers", "broken"], tmp_path, [], quick.AGAIN_SECONDS)
-    assert machine.limits == {"broken": pytest.approx(102.86, abs=0.01), "peers": 180}
+    assert machine.limits == {"broken": pytest.approx(114.55, abs=0.01), "peers": 180}
     assert sum(part.seconds for part in quick.PARTS) == quick.QUICK_SECONDS
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from magicdec.kernels.build import load_kernels, next_power
-from magicdec.model.linear.tiles import MOST_ROWS, Tile, tiles_for
+from magicdec.model.linear.choices import choices_on, seconds_on_gpu
+from magicdec.model.linear.tiles import GROUPS_OF_128, MOST_ROWS, Tile, bucket, tiles_for
 
 if TYPE_CHECKING:
     from magicdec.model.linear.grouped import NumberFormat
@@ -93,7 +94,7 @@ def multiply_groups(
     num_rows = x.numel() // width
     out = x.new_empty(*x.shape[:-1], num_outputs)
     if tile is None:
-        tile = tiles_for(num_rows, numbers, x.dtype == torch.bfloat16)[0]
+        tile = chosen_tile(x, weight, scale, minimum, numbers)
     tiles = -(-num_outputs // tile.outputs)
     row_tiles = -(-num_rows // tile.rows)
     # By the matrix alone: a row has the same sums whatever the number of rows.
@@ -133,11 +134,31 @@ def multiply_groups(
     return out
 
 
+def chosen_tile(
+    x: Tensor, weight: Tensor, scale: Tensor, minimum: Tensor | None, numbers: NumberFormat
+) -> Tile:
+    """The tile for these rows: the first of the table, or on a GPU the one that was the fastest. A
+    call that is captured measures nothing."""
+    width = x.shape[-1]
+    num_rows = x.numel() // width
+    tiles = tiles_for(num_rows, numbers, x.dtype == torch.bfloat16)
+    if len(tiles) == 1 or x.device.type != "cuda":
+        return tiles[0]
+    bits = f"{numbers.bits} bits{' with a minimum' if minimum is not None else ''}"
+    kind = f"{len(weight)}x{width}, {bits}, {bucket(num_rows, GROUPS_OF_128)} rows"
+
+    def time(tile: Tile) -> float:
+        return seconds_on_gpu(lambda: multiply_groups(x, weight, scale, minimum, numbers, tile))
+
+    can_measure = not torch.cuda.is_current_stream_capturing()
+    return choices_on(x.device).choose(kind, tiles, time if can_measure else None)
+
+
 def round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """`fp8.rounded_rows` in one launch: [M, K] in e4m3, and scales, float32 [M, 1]."""
     rows = rows.contiguous()
     num_rows, width = rows.shape
-    numbers = torch.empty_like(rows, dtype=torch.float8_e4m3fn)
+    numbers = rows.new_empty(num_rows, width, dtype=torch.float8_e4m3fn)
     scale = rows.new_empty(num_rows, 1, dtype=torch.float32)
     block = min(MOST_INPUTS, next_power(width))
     warps = max(1, min(8, block // 256))
