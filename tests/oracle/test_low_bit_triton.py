@@ -3,6 +3,7 @@ layers call it, and its machine code."""
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -265,7 +266,7 @@ def kept_of(folder: Path) -> dict[str, list[int]]:
 
 
 def test_tiles_by_rows() -> None:
-    """Groups of 128 in bfloat16 have a choice; the widest tile would spill other numbers."""
+    """Groups of 128 in bfloat16 have a choice; the widest tiles would spill other numbers."""
     plain, others = INT4_G128.format(128), (INT8.format(128), INT4.format(128))
     for rows in range(1, 2 * MOST_ROWS):
         for tile in tiles_for(rows, plain, True):
@@ -273,7 +274,9 @@ def test_tiles_by_rows() -> None:
             assert tile.rows * tile.outputs // (32 * tile.warps) <= 64  # sums of a thread
         assert all(tile.rows < 128 for kind in others for tile in tiles_for(rows, kind, True))
         assert len(tiles_for(rows, plain, False)) == 1
-    assert tiles_for(140, plain, True)[0] == Tile(128, 128, 8, stages=2)
+    assert tiles_for(140, plain, True)[-1] == Tile(128, 128, 8, stages=2)
+    assert tiles_for(28, plain, True)[-1] == Tile(32, 64, 2)
+    assert Tile(32, 64, 2) not in tiles_for(28, replace(plain, has_minimum=True), True)
 
 
 def test_the_constants_of_the_assembly_are_the_numbers_that_it_adds() -> None:

@@ -297,7 +297,26 @@ def test_goals_are_read_off_or_left_open(tmp_path: Path) -> None:
         for B in (1, 12)
     }
     (tmp_path / "whole_runs.json").write_text(json.dumps({"made_with": made, "cells": runs}))
-    attention, _, decode, _, verify, speculation = summary.goals(stage.directory)
+    drafted: dict[str, Any] = {"copy_bandwidth": {}, "product/qkv/fp8": {}}
+    drafted["step/B28"] = {
+        "rows": [
+            {"draft_weights": weights, "ms_median": ms}
+            for weights, ms in ((None, 1.0), ("fp8", 3.0), ("int4_g128", 2.5))
+        ]
+    }
+    for name, speedup in (("fp8/B24", 2.0), ("int4_g128/B24", 2.5), ("fp8/B8", 9.0)):
+        drafted[f"run/{name}/S32768/gamma4"] = {
+            "emulated_acceptance": {"published": {"speedup": speedup}}
+        }
+    (tmp_path / "drafts.json").write_text(json.dumps({"made_with": made, "cells": drafted}))
+    attention, _, decode, _, verify, speculation, *drafts = summary.goals(stage.directory)
+    assert [(goal["measured"], goal["by"]) for goal in drafts] == [
+        (None, None),
+        (2.5, "int4_g128"),
+        (None, None),
+        (2.5, "run/int4_g128/B24/S32768/gamma4"),
+        (None, None),
+    ]
     assert (speculation["measured"], speculation["by"]) == (3.0, "B12/S32768/gamma3")
     assert (attention["measured"], attention["by"]) == (0.8, "triton")
     assert decode["measured"] == pytest.approx(0.8) and decode["by"] == "B=28, S=32768"

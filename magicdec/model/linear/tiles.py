@@ -33,8 +33,11 @@ GROUPS_OF_128 = {
     64: (Tile(64, 64, 4), Tile(32, 64, 4)),
     160: (Tile(64, 64, 4), Tile(64, 128, 8)),
 }
-# Of numbers of 4 bits without a minimum: others would spill.
-WIDEST = Tile(128, 128, 8, stages=2)
+# More for numbers of 4 bits without a minimum: others would spill.
+PLAIN = {
+    32: (Tile(32, 64, 2),),
+    160: (Tile(128, 128, 8, stages=2),),
+}
 OTHERS = {
     16: (Tile(16, 32, 2),),
     32: (Tile(32, 64, 4),),
@@ -54,8 +57,8 @@ def tiles_for(num_rows: int, numbers: NumberFormat, is_bfloat16: bool) -> tuple[
     if numbers.group != 128:
         return OTHERS[bucket(num_rows, OTHERS)]
     most = bucket(num_rows, GROUPS_OF_128)
-    has_widest = numbers.bits == 4 and not numbers.has_minimum and most == MOST_ROWS
-    return ((WIDEST,) if has_widest else ()) + GROUPS_OF_128[most]
+    is_plain = numbers.bits == 4 and not numbers.has_minimum
+    return GROUPS_OF_128[most] + (PLAIN.get(most, ()) if is_plain else ())
 
 
 def bucket(num_rows: int, bounds: Iterable[int]) -> int:
