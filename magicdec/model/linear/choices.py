@@ -13,7 +13,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -61,7 +60,9 @@ class TileChoices:
 
 @cache
 def choices_on(device: torch.device) -> TileChoices:
-    made = f"{torch.cuda.get_device_name(device)} {torch.__version__} {version('triton')}"
+    from triton import __version__ as kernel_compiler
+
+    made = f"{torch.cuda.get_device_name(device)} {torch.__version__} {kernel_compiler}"
     name = "-".join(re.findall(r"[A-Za-z0-9.]+", made))
     return TileChoices(library_folder() / f"tiles-{name}.json")
 
