@@ -76,7 +76,8 @@ class LLM:
             requests whose prompts begin alike share them, as `--prefix_cache` of `magicdec serve`.
         threads: CPU threads. Default: all cores.
         max_new_tokens: most new tokens of a request. Default: as many as fit in a row.
-        draft_weights: the matrices that draft, as `--draft_weights`: "int8" or "int4".
+        draft_weights: the matrices that draft, as `--draft_weights`: "int8", "int4", "int4_g128"
+            or "fp8".
 
     Raises:
         ValueError: in one line, before anything is loaded, for values that cannot be served.

@@ -181,6 +181,7 @@ QUANTIZATIONS = {
 QUANTIZERS = {
     "int8": "magicdec.model.linear.quantizers:INT8",
     "int4": "magicdec.model.linear.quantizers:INT4",
+    "int4_g128": "magicdec.model.linear.quantizers:INT4_G128",
     "q8_0": "magicdec.model.linear.quantizers:Q8_0",
     "q4_0": "magicdec.model.linear.quantizers:Q4_0",
     "q4_1": "magicdec.model.linear.quantizers:Q4_1",
@@ -189,9 +190,11 @@ DTYPES = ("float32", "bfloat16")
 STORED = "stored"  # matrices as the checkpoint stores them: numbers in groups
 WEIGHT_DTYPES = (*DTYPES, "int8", STORED)
 KV_DTYPES = ("int8", "int4")  # of a cache with fewer bits than a run has
-LOW_BIT = ("int8", "int4")  # QUANTIZERS of a model that is loaded
+LOW_BIT = ("int8", "int4")  # QUANTIZERS of drafts that `advise` and the gate try
+FP8 = "fp8"  # matrices, and the activations that they are multiplied with, in e4m3
+DRAFT_WEIGHTS = (*LOW_BIT, "int4_g128", FP8)
 SAME = "same"  # a draft's matrices: those that it has without a choice
-NARROW = (*LOW_BIT, STORED)  # matrices that are no numbers of the dtype of activations
+NARROW = (*DRAFT_WEIGHTS, STORED)  # matrices that are no numbers of the dtype of activations
 DEVICES = ("cpu", "cuda")
 LINEARS = ("torch", "packed", "packed_a8")
 PACKED = LINEARS[1:]

@@ -17,7 +17,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 out=${OUT:-results/gpu}
 all=(attention llama31 tokens peers demo stages tests summary)
-more=(tiles kernels) # by name alone
+more=(hybrid drafts tiles kernels) # by name alone
 stages=() options=() device=cuda
 while [ $# -gt 0 ]; do
     case $1 in
@@ -90,6 +90,7 @@ b.prepare_metadata_for_build_wheel('build/gpu_site')" >/dev/null || exit 1
     export PYTHONPATH="$PYTHONPATH:$PWD/build/gpu_site"
 fi
 
+[ "$device" != cpu ] || export TRITON_INTERPRET=1 # before anything imports Triton
 mkdir -p "$out" || exit 2
 if [ -n "${FROM-}" ]; then
     for earlier in "$FROM"/*.json; do

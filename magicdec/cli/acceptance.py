@@ -35,7 +35,7 @@ from magicdec.config.sections import (
 from magicdec.config.setting import declared, same
 from magicdec.distributed.groups import Launch
 from magicdec.model.checkpoint.hub import with_local_models
-from magicdec.names import DEFAULT_KV_POLICY, LOW_BIT, WITHOUT_BUDGET
+from magicdec.names import DEFAULT_KV_POLICY, DRAFT_WEIGHTS, WITHOUT_BUDGET
 from magicdec.output.figures import check_picture
 from magicdec.output.tables import print_tables
 from magicdec.output.writing import check_files, check_record_file
@@ -176,7 +176,7 @@ def runs_of(draft: OwnSettings) -> Iterator[RunConfig]:
     args = draft.values[AcceptanceFlags]
     base = config_of(draft.values, RunConfig(draft=DraftSection()))
     word, _, weights = draft.drafter.rpartition(":")
-    is_low_bit = word.split("+")[-1] == SELF and weights in LOW_BIT
+    is_low_bit = word.split("+")[-1] == SELF and weights in DRAFT_WEIGHTS
     decoding = replace(
         base.decoding,
         gamma=args.gamma,

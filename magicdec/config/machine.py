@@ -15,7 +15,7 @@ class Machine:
     `gpu_obstacle` says why GPUs do not serve (then `has_cuda` is false). torch too uses
     `has_bfloat16_products`; only our kernels widen bfloat16 in registers (`widens_bfloat16`).
     `shared_memory_obstacle` says why ranks cannot use /dev/shm, with `shared_memory_bytes` left
-    (None: no known limit).
+    (None: no known limit). `fp8_obstacle` says why its GPUs do not multiply FP8.
     """
 
     num_cpus: int
@@ -30,6 +30,7 @@ class Machine:
     shared_memory_obstacle: str | None = "no /dev/shm"
     shared_memory_bytes: int | None = None
     num_gpus: int = 0
+    fp8_obstacle: str | None = None
     avoids_native_steps: bool = False
     missing_backends: Mapping[str, str] = field(default_factory=dict)
 

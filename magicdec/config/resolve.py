@@ -38,6 +38,7 @@ from magicdec.config.resolved import (
     tokens_of_rows,
 )
 from magicdec.config.run_config import RunConfig
+from magicdec.names import FP8
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def resolve(
         parts = StepParts(
             device,
             draft_backend,
-            model.linear,
+            "torch" if low_bit == FP8 else model.linear,
             model.elementwise,
             shared,
             machine.avoids_native_steps,

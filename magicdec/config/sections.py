@@ -16,6 +16,7 @@ from magicdec.names import (
     COLLECTIVES,
     DEFAULT_KV_POLICY,
     DEVICES,
+    DRAFT_WEIGHTS,
     DRAFTERS,
     DTYPES,
     EAGLE,
@@ -26,7 +27,6 @@ from magicdec.names import (
     KV_DTYPES,
     KV_POLICIES,
     LINEARS,
-    LOW_BIT,
     MTP,
     NGRAM_AND,
     PORTABLE_ELEMENTWISE,
@@ -216,10 +216,12 @@ class DecodingSection:
     )
     draft_weights: str | None = setting(
         None,
-        "The matrices that draft. int8 has a scale for up to 128 inputs of an output, int4 for 32; "
-        "in self-speculation they are a copy of the model's own, beside it. same is the default: "
-        "the model's own, or a standalone draft's as they are stored; latency times these, too.",
-        choices=(*LOW_BIT, SAME),
+        "The matrices that draft. int8 has a scale for up to 128 inputs of an output, int4 for 32, "
+        "int4_g128 for up to 128, which GPUs multiply faster; fp8 (e4m3) has one for each output, "
+        "and rounds activations too. In self-speculation they are a copy of the model's own, "
+        "beside it. same is the default: the model's own, or a standalone draft's as they are "
+        "stored; latency times these, too.",
+        choices=(*DRAFT_WEIGHTS, SAME),
     )
     cuda_graphs: str = setting(
         "auto",

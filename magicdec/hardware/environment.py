@@ -43,6 +43,7 @@ NO_KERNELS = (
     "one CPU with AVX-512"
 )
 LEAST_CAPABILITY = (8, 0)  # of GPUs that multiply bfloat16, for which our kernels are compiled
+FP8_CAPABILITY = (8, 9)  # of GPUs that multiply FP8
 
 
 def probe_machine(launch: Launch) -> Machine:
@@ -52,7 +53,7 @@ def probe_machine(launch: Launch) -> Machine:
     flags = cpu_features()
     if (refusal := refused_compilers()) and launch.rank == 0:
         print(f"{NO_KERNELS}: {refusal}", file=sys.stderr)
-    obstacle = gpu_obstacle()
+    obstacle = gpu_obstacle(LEAST_CAPABILITY, "bfloat16")
     has_compiler = find_compiler() is not None
     has_cuda = torch.cuda.is_available() and obstacle is None
     has_wide_vectors = platform.machine() == "aarch64"
@@ -65,6 +66,7 @@ def probe_machine(launch: Launch) -> Machine:
         has_cuda=has_cuda,
         gpu_obstacle=obstacle,
         num_gpus=torch.cuda.device_count(),
+        fp8_obstacle=gpu_obstacle(FP8_CAPABILITY, "FP8"),
         avoids_native_steps=os.environ.get("MAGICDEC_NATIVE_STEPS") == "off",
         has_compiler=has_compiler,
         shared_memory_obstacle=shared_memory_obstacle(SHARED_MEMORY),
@@ -96,13 +98,14 @@ def free_bytes(folder: Path) -> int | None:
     return space.f_bavail * space.f_frsize if space.f_blocks else None
 
 
-def gpu_obstacle() -> str | None:
+def gpu_obstacle(least: tuple[int, int], dtype: str) -> str | None:
+    """Why a GPU, of capability below `least`, does not multiply `dtype`; None if all do."""
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
-        if capability < LEAST_CAPABILITY:
-            major, minor = capability
+        if capability < least:
+            found, needed = (".".join(map(str, pair)) for pair in (capability, least))
             name = torch.cuda.get_device_name(index)
-            return f"{name} has compute capability {major}.{minor}, 8.0 is needed for bfloat16"
+            return f"{name} has compute capability {found}, {needed} is needed for {dtype}"
     return None
 
 

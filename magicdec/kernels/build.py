@@ -90,7 +90,7 @@ def _refusal(path: str, version_ns: int) -> str:
     process = subprocess.run(command, input=TRIAL, capture_output=True, text=True)
     errors = [line for line in process.stderr.splitlines() if "error" in line]
     refusal = (errors or ["it failed"])[0].strip() if process.returncode else ""
-    _write_whole(result, lambda partial: partial.write_text(refusal))
+    write_whole(result, lambda partial: partial.write_text(refusal))
     return refusal
 
 
@@ -175,7 +175,7 @@ def load_library(
         with (directory / "build.lock").open("w") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX, 1, int(name[:8], 16))  # a byte for each library
             if not path.exists():
-                _write_whole(path, lambda partial: _build([*command, str(source)], partial))
+                write_whole(path, lambda partial: _build([*command, str(source)], partial))
     check_executable(compiler, (MARCH, *flags))
     return ctypes.CDLL(str(path))
 
@@ -186,7 +186,7 @@ def _build(command: list[str], path: Path) -> None:
         raise RuntimeError(f"{' '.join(command)} failed: {process.stderr.strip()}")
 
 
-def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` make the file, which appears at `path` when complete."""
     descriptor, name = tempfile.mkstemp(suffix=path.suffix, dir=path.parent)
     os.close(descriptor)

@@ -24,9 +24,17 @@ from magicdec.hardware.costs import (
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.checkpoint.weight_map import untie_head, weight_map
 from magicdec.model.config import ModelConfig
-from magicdec.model.linear.quantizers import Quantizer
+from magicdec.model.linear.fp8 import MULTIPLE
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
-from magicdec.names import LOW_BIT, QUANTIZERS, REFERENCE_BACKEND, SAME, STORED, load_named
+from magicdec.names import (
+    DRAFT_WEIGHTS,
+    FP8,
+    QUANTIZERS,
+    REFERENCE_BACKEND,
+    SAME,
+    STORED,
+    load_named,
+)
 from magicdec.setup.model_plan import max_tokens
 
 MOST_OF_STORED = 0.85  # of the bytes of stored weights that a low-bit copy may read
@@ -166,21 +174,21 @@ def check_groups(
     flag: str, weights: str | None, label: str, num_ranks: int, model: ModelConfig
 ) -> None:
     """Raises ValueError if groups of low-bit weights do not divide the inputs of every matrix."""
-    if weights not in LOW_BIT:
+    if weights not in DRAFT_WEIGHTS:
         return
-    quantizer: Quantizer = load_named(QUANTIZERS, weights)
+    group = MULTIPLE if weights == FP8 else load_named(QUANTIZERS, weights).least_group
     shards = [Shard(rank, num_ranks) for rank in range(num_ranks)]
     heads = [s.heads(model.num_heads, model.num_kv_heads)[0] for s in shards]
     units = [s.mlp_units(width) for s in shards for width in model.mlp_widths]
     widths = {model.hidden_size}
     widths |= {(last - first) * model.head_dim for first, last in heads}
     widths |= {last - first for first, last in units}
-    odd = [width for width in sorted(widths) if not quantizer.divides(width)]
+    odd = [width for width in sorted(widths) if width % group]
     if odd:
         on = f" on {num_ranks} ranks" if num_ranks > 1 else ""
         other = "choose int8, or " if weights != "int8" else ""
         raise ValueError(
-            f"{flag} {weights}: groups of {quantizer.least_group} inputs do not divide the "
+            f"{flag} {weights}: groups of {group} inputs do not divide the "
             f"{odd[0]} of a matrix of {label}{on}; {other}leave it out"
         )
 

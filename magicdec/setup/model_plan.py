@@ -21,9 +21,10 @@ from magicdec.kv.layer_views import LayerWindows
 from magicdec.kv.prefix_cache import SnapshotRoom
 from magicdec.kv.view import WEIGHTS_BLOCK, SinksAndWindow
 from magicdec.model.config import ModelConfig
+from magicdec.model.linear.fp8 import MULTIPLE
 from magicdec.model.linear.packed import WIDTH
 from magicdec.model.mixers import STATE_BYTES
-from magicdec.names import KV_DTYPES, NARROW, PACKED, STORED
+from magicdec.names import FP8, KV_DTYPES, NARROW, PACKED, STORED
 from magicdec.runner.device_batch import NEWEST
 from magicdec.runner.layer_states import StateRoom, StateShape
 from magicdec.speculation.policies.policy import make_policy
@@ -70,8 +71,8 @@ def rewound_by_pass(config: ResolvedConfig, row_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Kinds:
-    """The storage and kernels of a model: activations in `dtype`, matrices in `weights` (`dtype`,
-    int8, as they are stored or, of a draft, int4), and kernels by name."""
+    """The storage and kernels of a model: activations in `dtype`, matrices in `weights` (`dtype`
+    or one of NARROW), and kernels by name."""
 
     dtype: str
     weights: str
@@ -93,7 +94,13 @@ class Kinds:
             return kinds
         assert config.draft is not None, "the run has a draft"
         draft = config.draft
-        return replace(kinds, weights=draft.draft_dtype, native_steps=draft.native_steps)
+        return replace(kinds, native_steps=draft.native_steps).with_weights(draft.draft_dtype)
+
+    def with_weights(self, weights: str) -> Kinds:
+        """FP8 is multiplied by torch, layer by layer."""
+        if weights == FP8:
+            return replace(self, weights=weights, linear="torch", native_steps="off")
+        return replace(self, weights=weights)
 
 
 @dataclass(frozen=True)
@@ -157,7 +164,7 @@ class ModelPlan:
         kinds = self.kinds
         if self.is_draft or weights is None:
             return None
-        return replace(kinds, weights=weights)
+        return kinds.with_weights(weights)
 
     @property
     def copy_bytes(self) -> int:
@@ -316,7 +323,13 @@ class ModelPlan:
 
     def padding_bytes(self, kinds: Kinds, has_head: bool) -> int:
         """Bytes that fill up packed matrices: outputs to whole blocks, inputs to pairs in
-        bfloat16."""
+        bfloat16. Outputs in FP8 to a multiple."""
+        if kinds.weights == FP8:
+            shapes = matrices(self.part_model, self.shard)
+            return sum(
+                round(-outputs % MULTIPLE * inputs * narrow_bytes(FP8, inputs))
+                for outputs, inputs in shapes
+            )
         if kinds.linear not in PACKED:
             return 0
         low_bit = kinds.weights if kinds.weights in NARROW else None

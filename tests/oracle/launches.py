@@ -112,6 +112,7 @@ class BesideLayers(Operators):
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 POINTERS |= {torch.int32: "*i32", torch.int64: "*i64", torch.int8: "*i8", torch.uint8: "*u8"}
+POINTERS |= {torch.float8_e4m3fn: "*fp8e4nv"}
 
 
 def compile_launch(

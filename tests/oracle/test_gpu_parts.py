@@ -5,6 +5,7 @@ what they compute, and elsewhere not run at all: what they would write is 0."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import gpu_suite
 import launches
 import pytest
 import torch
-from gpu import attention, broken, latency, scale, whole_runs
+from gpu import attention, broken, drafts, latency, scale, whole_runs
 from gpu.results import Results
 from gpu.scale import TINY, Suite
 from pretend_cuda import DEVICE, waits
@@ -24,6 +25,8 @@ from test_replay import all_launches, interprets
 
 from magicdec.attention import triton
 from magicdec.hardware import timing
+from magicdec.model.linear import triton as linear
+from magicdec.model.linear.choices import TileChoices
 from magicdec.speculation.steps.recorder import CudaGraphs
 
 __all__ = ["all_launches", "waits"]  # fixtures
@@ -139,3 +142,26 @@ def test_what_is_timed(
     if name == "whole_runs":
         (cell,) = cells.values()
         assert cell["cuda_graphs"] == "on" and set(cell["emulated_acceptance"]) >= {"0.7", "0.9"}
+
+
+def test_drafts_in_few_bits(
+    unrun: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles are measured before steps are captured, and FP8 is multiplied by torch's operator."""
+    monkeypatch.setattr(whole_runs, "WARM_UP", 1)
+    monkeypatch.setattr(whole_runs, "STEPS", 2)
+    monkeypatch.setattr(drafts, "PRODUCTS", {})  # nothing is multiplied here
+    choices = TileChoices(tmp_path / "tiles.json")
+    monkeypatch.setattr(linear, "choices_on", lambda device: choices)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    cells = run(drafts, "drafts", tmp_path, monkeypatch)
+    copied, steps, *runs = cells.values()
+    assert copied["bytes_per_s"] > 0
+    weights = {row["draft_weights"] for row in steps["rows"] if row["phase"] == "draft"}
+    assert weights == {None, *drafts.WEIGHTS}
+    assert len(runs) == len(drafts.WEIGHTS)
+    for cell in runs:
+        assert cell["cuda_graphs"] == "on" and set(cell["emulated_acceptance"]) == {"0.8"}
+    assert {"multiply_groups", "round_rows", "attend"} <= set(unrun)
+    kinds = json.loads(choices.path.read_text())
+    assert "2048x256, 4 bits, 8 rows" in kinds

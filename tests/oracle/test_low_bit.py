@@ -300,6 +300,8 @@ def test_requests_in_flight_emit_the_tokens_of_their_lone_runs(weights: str) -> 
         "--draft_weights int8",
         "--draft_weights int4",
         "--draft_weights int4 --drafter ngram+self --gamma 4",
+        "--draft_weights int4_g128",
+        "--draft_weights fp8",
     ],
 )
 def test_the_command_on_ranks(flags: str, num_ranks: int, drive: Drive) -> None:

@@ -12,7 +12,7 @@ from magicdec.model.linear.quantizers import Quantizer
 from magicdec.names import QUANTIZERS, load_named
 
 FORMATS = {"q8_0": Type.Q8_0, "q4_0": Type.Q4_0, "q4_1": Type.Q4_1}
-OURS = ("int8", "int4")  # of which llama.cpp has none
+OURS = ("int8", "int4", "int4_g128")  # of which llama.cpp has none
 
 
 def make_weights() -> Tensor:

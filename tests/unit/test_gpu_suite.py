@@ -297,7 +297,26 @@ def test_goals_are_read_off_or_left_open(tmp_path: Path) -> None:
         for B in (1, 12)
     }
     (tmp_path / "whole_runs.json").write_text(json.dumps({"made_with": made, "cells": runs}))
-    attention, _, decode, _, verify, speculation = summary.goals(stage.directory)
+    drafted: dict[str, Any] = {"copy_bandwidth": {}, "product/qkv/fp8": {}}
+    drafted["step/B28"] = {
+        "rows": [
+            {"draft_weights": weights, "ms_median": ms}
+            for weights, ms in ((None, 1.0), ("fp8", 3.0), ("int4_g128", 2.5))
+        ]
+    }
+    for name, speedup in (("fp8/B24", 2.0), ("int4_g128/B24", 2.5), ("fp8/B8", 9.0)):
+        drafted[f"run/{name}/S32768/gamma4"] = {
+            "emulated_acceptance": {"published": {"speedup": speedup}}
+        }
+    (tmp_path / "drafts.json").write_text(json.dumps({"made_with": made, "cells": drafted}))
+    attention, _, decode, _, verify, speculation, *drafts = summary.goals(stage.directory)
+    assert [(goal["measured"], goal["by"]) for goal in drafts] == [
+        (None, None),
+        (2.5, "int4_g128"),
+        (None, None),
+        (2.5, "run/int4_g128/B24/S32768/gamma4"),
+        (None, None),
+    ]
     assert (speculation["measured"], speculation["by"]) == (3.0, "B12/S32768/gamma3")
     assert (attention["measured"], attention["by"]) == (0.8, "triton")
     assert decode["measured"] == pytest.approx(0.8) and decode["by"] == "B=28, S=32768"
@@ -347,17 +366,18 @@ def test_parts_have_what_those_before_them_did_not_use(
     assert not quick.run_parts(names, tmp_path, [], quick.QUICK_SECONDS)
     assert list(machine.limits) == names
     assert machine.limits == {
-        "broken": 80,
-        "demo_tokens": 130,
-        "llama31": 120,
-        "whole_runs": 80,
-        "hybrid": 140,
-        "peers": 200,
+        "broken": 70,
+        "demo_tokens": 110,
+        "drafts": 150,
+        "hybrid": 210,
+        "llama31": 260,
+        "whole_runs": 40,
+        "peers": 80,
     }
-    assert "| llama31 | 120 | 0 | 0 | 0 |" in (tmp_path / "summary.md").read_text()
+    assert "| llama31 | 260 | 0 | 0 | 0 |" in (tmp_path / "summary.md").read_text()
     machine = GpuMachine(monkeypatch, {})
     assert quick.run_parts(["peers", "broken"], tmp_path, [], quick.AGAIN_SECONDS)
-    assert machine.limits == {"broken": pytest.approx(102.86, abs=0.01), "peers": 180}
+    assert machine.limits == {"broken": pytest.approx(114.55, abs=0.01), "peers": 180}
     assert sum(part.seconds for part in quick.PARTS) == quick.QUICK_SECONDS
 
 

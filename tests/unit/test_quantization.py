@@ -19,7 +19,7 @@ from magicdec.model.checkpoint.weight_files import Index, WeightSource
 from magicdec.model.checkpoint.weight_map import untie_head, weight_map
 from magicdec.model.config import ROUTER, SHARED_GATE
 from magicdec.model.linear.grouped import GroupedNumbers
-from magicdec.model.linear.quantizers import INT4, INT8, Quantizer
+from magicdec.model.linear.quantizers import CUTS, INT4, INT4_G128, INT8, Quantizer
 from magicdec.model.transformer import Transformer
 from magicdec.names import QUANTIZERS, STORED, load_named
 
@@ -45,15 +45,37 @@ def test_by_hand() -> None:
     assert numbers.numbers[0, :4].tolist() == [-8, 7, -2, -2] and not numbers.numbers[1].any()
 
 
+def test_wide_groups_of_int4_are_cut_where_that_is_nearer() -> None:
+    """By trying all cuts of each group, in float64."""
+    torch.manual_seed(0)
+    rows = torch.randn(40, 256)
+    rows[3, 5] = 20.0
+    rows[4] = 0.0
+    kept = INT4_G128(rows)
+    found = (kept.dense().double() - rows.double()).unflatten(1, (2, 128)).square().sum(2)
+    errors = []
+    for share in (1.0, *CUTS):
+        groups = rows.unflatten(1, (2, 128))
+        largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+        scale = (largest / -8 * share).bfloat16().double()
+        scale[scale == 0] = 1.0
+        rounded = (groups.double() / scale).round().clamp(-8, 7) * scale
+        errors.append((rounded - groups.double()).square().sum(2))
+    least = torch.stack(errors).amin(0)
+    assert torch.allclose(found, least, rtol=1e-4, atol=1e-9)
+    cut = (errors[0] > 1.001 * least).float().mean()
+    assert 0.5 < cut < 1 and found.sum() < 0.93 * errors[0].sum()
+
+
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_no_weight_leaves_the_range(name: str) -> None:
     """Also if a scale is too small for an exact division."""
     quantizer: Quantizer = load_named(QUANTIZERS, name)
-    rows = torch.zeros(4, 64)
+    rows = torch.zeros(4, 128)
     rows[0, :3] = torch.tensor([1e-45, 3e-45, -3e-45])
     rows[1, :2] = torch.tensor([1e-38, -1e-38])
     rows[2, :2] = torch.tensor([5e4, -5e4])
-    rows[3] = 1e-5 * torch.randn(64, generator=torch.Generator().manual_seed(0))
+    rows[3] = 1e-5 * torch.randn(128, generator=torch.Generator().manual_seed(0))
     found = quantizer(rows)
     most = quantizer.least + 2**quantizer.bits - 1
     assert found.numbers.min() >= quantizer.least and found.numbers.max() <= most

@@ -58,7 +58,7 @@ class LatencyCell:
         null="`decode` and `prefill`; `verify` that returns no attention weights",
     )
     draft_weights: str | None = recorded(
-        "the matrices of a draft: a copy of the model's own in `int8` or `int4`",
+        "the matrices of a draft: a copy of the model's own in few bits, as `--draft_weights`",
         null="with the model's own",
         default=None,
     )

@@ -13,6 +13,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.names import (
     ELEMENTWISE_BESIDE_PACKED,
     ELEMENTWISE_ON_CUDA,
+    FP8,
     NARROW,
     PACKED,
     PORTABLE_ELEMENTWISE,
@@ -51,10 +52,15 @@ def choose_weights(flag: str, value: str, dtype: str) -> str:
 
 
 def check_low_bit(low_bit: str | None, device: str, machine: Machine) -> None:
-    """Raises ValueError for an int4 draft where nothing multiplies it well."""
-    missing = machine.missing_backends.get(ELEMENTWISE_ON_CUDA)
-    if low_bit == "int4" and device == "cuda" and missing:
-        raise ValueError(f"--draft_weights {low_bit} --device cuda: {missing}; or choose int8")
+    """Raises ValueError for a draft's matrices that nothing multiplies well on this machine."""
+    if device != "cuda" or low_bit in (None, "int8"):
+        return
+    obstacle = machine.missing_backends.get(ELEMENTWISE_ON_CUDA)
+    if low_bit == FP8 and machine.fp8_obstacle is not None:
+        obstacle = machine.fp8_obstacle
+    if obstacle:
+        other = "int4_g128" if low_bit == FP8 and obstacle == machine.fp8_obstacle else "int8"
+        raise ValueError(f"--draft_weights {low_bit} --device cuda: {obstacle}; or choose {other}")
 
 
 def check_copy(low_bit: str | None, weights: str) -> None:
@@ -71,7 +77,7 @@ def choose_linear(
 ) -> str:
     """The kind of matrix products. Raises ValueError for one that is impossible. `auto` rounds the
     activations of numbers in groups, which is faster."""
-    has_groups = any(weight in NARROW for weight in weights)
+    has_groups = any(weight in NARROW and weight != FP8 for weight in weights)
     obstacles = {
         "it is for --device cpu": device != "cpu",
         f"it is for --dtype bfloat16 and float32, not {dtype}": dtype not in PACKED_DTYPES,

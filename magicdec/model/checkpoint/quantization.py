@@ -18,11 +18,12 @@ from magicdec.model.checkpoint.weight_files import (
 from magicdec.model.checkpoint.weight_map import expected_shapes, matrix_pieces, untie_head
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.family import find_family
+from magicdec.model.linear.fp8 import Fp8Linear
 from magicdec.model.linear.grouped import GroupedLinear, GroupedNumbers, stack_rows
 from magicdec.model.linear.packed import Linear, PackedLinear, PartialLinear
 from magicdec.model.linear.quantizers import Quantizer
 from magicdec.model.transformer import Transformer
-from magicdec.names import QUANTIZERS, load_named
+from magicdec.names import FP8, QUANTIZERS, load_named
 
 
 def quantized(weight: Tensor, quantizer: Quantizer) -> GroupedNumbers:
@@ -32,7 +33,7 @@ def quantized(weight: Tensor, quantizer: Quantizer) -> GroupedNumbers:
 
 
 def low_bit_copy(model: Transformer, weights: str, is_packed: bool) -> Transformer:
-    """A model that shares all but its matrices, in int8 or int4, with `model` in bfloat16 or
+    """A model that shares all but its matrices, one of DRAFT_WEIGHTS, with `model` in bfloat16 or
     float32. Packed ones round activations. Raises ValueError for infinities or NaN."""
     return model.with_linears(partial(_low_bit, weights=weights, is_packed=is_packed))
 
@@ -41,12 +42,20 @@ def _low_bit(linear: Linear, weights: str, is_packed: bool) -> Linear:
     is_part = isinstance(linear, PartialLinear)
     adds_bias = not is_part if isinstance(linear, nn.Linear) else linear.adds_bias
     weight = linear.weight if isinstance(linear, nn.Linear) else linear.dense()
+    if weights == FP8:
+        in_fp8 = Fp8Linear(weight, linear.bias, adds_bias)
+        _check_scales(in_fp8.scale, weight, weights)
+        return in_fp8
     numbers = quantized(weight, load_named(QUANTIZERS, weights))
-    if not numbers.scale.isfinite().all():
-        raise ValueError(f"a matrix of {tuple(weight.shape)} is not finite: it has no {weights}")
+    _check_scales(numbers.scale, weight, weights)
     if is_packed:
         return PackedLinear(numbers, linear.bias, adds_bias, rounds=True)
     return GroupedLinear(numbers, linear.bias, adds_bias)
+
+
+def _check_scales(scale: Tensor, weight: Tensor, weights: str) -> None:
+    if not scale.isfinite().all():
+        raise ValueError(f"a matrix of {tuple(weight.shape)} is not finite: it has no {weights}")
 
 
 def with_head(source: WeightSource, config: ModelConfig) -> WeightSource:

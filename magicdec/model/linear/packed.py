@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from magicdec.kernels.build import SHARED_HEADERS, load_library, share_openmp, use_huge_pages
+from magicdec.model.linear.fp8 import Fp8Linear
 from magicdec.model.linear.grouped import (
     SCALES,
     GroupedLinear,
@@ -269,7 +270,7 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: 
     return out
 
 
-Linear = nn.Linear | PackedLinear | GroupedLinear
+Linear = nn.Linear | PackedLinear | GroupedLinear | Fp8Linear
 """x [..., K] -> [..., N]. `bias` is None or a parameter, added by `forward` or by its caller."""
 
 

@@ -14,17 +14,19 @@ from torch import Tensor
 
 from magicdec.model.linear.grouped import GROUPS, GroupedNumbers, NumberFormat
 
+CUTS = (0.92, 0.84)  # of the largest of a group, on a grid of 4 bits
+
 Rounded = tuple[Tensor, Tensor, Tensor | None]
 """Numbers [N, groups, group], scales and, if there are any, minima [N, groups, 1]."""
 
 
 @dataclass(frozen=True)
 class Quantizer:
-    """`group` None: the widest of GROUPS that divides the inputs. `quantize` rounds weights
+    """A matrix has the widest of `groups` that divides its inputs. `quantize` rounds weights
     [N, groups, group], float32."""
 
     bits: int
-    group: int | None
+    groups: tuple[int, ...]
     scale: str
     has_minimum: bool
     least: int
@@ -32,7 +34,7 @@ class Quantizer:
 
     @property
     def least_group(self) -> int:
-        return self.group or GROUPS[0]
+        return min(self.groups)
 
     def divides(self, width: int) -> bool:
         """Whether groups divide so many inputs."""
@@ -41,7 +43,7 @@ class Quantizer:
     def format(self, width: int) -> NumberFormat:
         """The format of matrices with so many inputs."""
         assert self.divides(width), "it is checked"
-        group = self.group or max(group for group in GROUPS if width % group == 0)
+        group = max(group for group in self.groups if width % group == 0)
         return NumberFormat(self.bits, group, self.scale, self.has_minimum, self.least)
 
     def __call__(self, rows: Tensor, kind: NumberFormat | None = None) -> GroupedNumbers:
@@ -69,6 +71,30 @@ def to_int4(groups: Tensor) -> Rounded:
     """The largest of a group is -8."""
     scale = (largest_signed(groups) / -8).bfloat16()
     return (groups / nonzero(scale)).round_().clamp_(-8, 7), scale, None
+
+
+def to_clipped_int4(groups: Tensor) -> Rounded:
+    """As `to_int4`, or with the largest cut off, by which of CUTS has the least squared error."""
+    largest = largest_signed(groups) / -8
+    numbers, scale = _cut(groups, largest)
+    least = _squared_error(numbers, scale, groups)
+    for share in CUTS:
+        others, other_scale = _cut(groups, largest * share)
+        error = _squared_error(others, other_scale, groups)
+        is_less = error < least
+        numbers = torch.where(is_less, others, numbers)
+        scale = torch.where(is_less, other_scale, scale)
+        least = torch.minimum(error, least)
+    return numbers, scale, None
+
+
+def _cut(groups: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    scale = scale.bfloat16()
+    return (groups / nonzero(scale)).round_().clamp_(-8, 7), scale
+
+
+def _squared_error(numbers: Tensor, scale: Tensor, groups: Tensor) -> Tensor:
+    return (numbers * scale.float() - groups).square_().sum(2, keepdim=True)
 
 
 def to_q8_0(groups: Tensor) -> Rounded:
@@ -108,8 +134,9 @@ def inverse(scale: Tensor) -> Tensor:
     return torch.where(scale == 0, 0.0, 1 / scale)
 
 
-INT8 = Quantizer(8, None, "bfloat16", False, -128, to_int8)
-INT4 = Quantizer(4, 32, "bfloat16", False, -8, to_int4)
-Q8_0 = Quantizer(8, 32, "float16", False, -128, to_q8_0)
-Q4_0 = Quantizer(4, 32, "float16", False, -8, to_q4_0)
-Q4_1 = Quantizer(4, 32, "float16", True, 0, to_q4_1)
+INT8 = Quantizer(8, GROUPS, "bfloat16", False, -128, to_int8)
+INT4 = Quantizer(4, (32,), "bfloat16", False, -8, to_int4)
+INT4_G128 = Quantizer(4, (32, 64, 128), "bfloat16", False, -8, to_clipped_int4)
+Q8_0 = Quantizer(8, (32,), "float16", False, -128, to_q8_0)
+Q4_0 = Quantizer(4, (32,), "float16", False, -8, to_q4_0)
+Q4_1 = Quantizer(4, (32,), "float16", True, 0, to_q4_1)

@@ -14,18 +14,20 @@ import torch
 from torch import Tensor
 
 from magicdec.kernels.build import load_kernels, next_power
+from magicdec.model.linear.choices import choices_on, seconds_on_gpu
+from magicdec.model.linear.tiles import GROUPS_OF_128, MOST_ROWS, Tile, bucket, tiles_for
 
 if TYPE_CHECKING:
     from magicdec.model.linear.grouped import NumberFormat
 
 STORAGE = (torch.float32, torch.bfloat16)
-FEW_ROWS = 64  # with more, the weights are converted once and multiplied by torch
-ROWS = 16  # of a tile: the least that tensor cores multiply
-# Of products in groups (an H200, docs/log/gpu.md): programs below which groups are divided.
+# Of products in groups (an H200, docs/log/gpu.md): programs of FEWEST_OUTPUTS outputs, below which
+# groups are divided.
 PROGRAMS = 2048
 MOST_SPLITS = 4
-FEWEST_OUTPUTS = 32  # of a tile
+FEWEST_OUTPUTS = 32
 MOST_TILES = 1 << 16
+MOST_INPUTS = 4096  # of a row that are rounded to FP8 at a time
 
 # Of four bytes of a register at a time: the bits 0x4300 | n are 128 + n in bfloat16, n below 128.
 HALVES = """{
@@ -70,24 +72,31 @@ def kernels(device: str) -> ModuleType:
 
 
 def serves(device: str, num_rows: int, dtype: torch.dtype) -> bool:
-    """Whether `multiply_groups` is meant for `num_rows` rows. Without Triton, torch multiplies."""
-    return device == "cuda" and num_rows <= FEW_ROWS and dtype in STORAGE and is_installed()
+    """Whether `multiply_groups` is meant for `num_rows` rows. With more, weights are converted once
+    and multiplied by torch, and so are all without Triton."""
+    return device == "cuda" and num_rows <= MOST_ROWS and dtype in STORAGE and is_installed()
 
 
 def multiply_groups(
-    x: Tensor, weight: Tensor, scale: Tensor, minimum: Tensor | None, numbers: NumberFormat
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    minimum: Tensor | None,
+    numbers: NumberFormat,
+    tile: Tile | None = None,
 ) -> Tensor:
-    """x [..., K] -> [..., N] in x's dtype, without bias, with the tensors of a `GroupedLinear`."""
+    """x [..., K] -> [..., N] in x's dtype, without bias, with the tensors of a `GroupedLinear`.
+    `tile`: one of `tiles_for` its rows."""
     assert x.dtype in STORAGE and weight.is_contiguous() and scale.is_contiguous()
     x = x.contiguous()
     num_outputs = len(weight)
     width = x.shape[-1]
     num_rows = x.numel() // width
     out = x.new_empty(*x.shape[:-1], num_outputs)
-    rows = min(64, max(ROWS, next_power(num_rows)))
-    outputs = FEWEST_OUTPUTS if rows == ROWS else 2 * FEWEST_OUTPUTS
-    tiles = -(-num_outputs // outputs)
-    row_tiles = -(-num_rows // rows)
+    if tile is None:
+        tile = chosen_tile(x, weight, scale, minimum, numbers)
+    tiles = -(-num_outputs // tile.outputs)
+    row_tiles = -(-num_rows // tile.rows)
     # By the matrix alone: a row has the same sums whatever the number of rows.
     splits = min(MOST_SPLITS, next_power(-(-PROGRAMS * FEWEST_OUTPUTS // num_outputs)))
     sums_of_x = None
@@ -98,7 +107,7 @@ def multiply_groups(
     if splits > 1:
         parts = x.new_empty(splits, num_rows, num_outputs, dtype=torch.float32)
         counters = counters_on(x.device, tiles * row_tiles)
-    kernels(x.device.type).multiply_groups[tiles, row_tiles, splits](
+    kernels(x.device.type).multiply_groups[row_tiles, tiles, splits](
         x,
         weight,
         scale,
@@ -114,15 +123,49 @@ def multiply_groups(
         BITS=numbers.bits,
         LEAST=numbers.least,
         HALVES_AS_BFLOAT16=halves_as_bfloat16(numbers.least),
-        BLOCK_M=rows,
-        BLOCK_N=outputs,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.outputs,
         STEP=1 if x.dtype == torch.float32 else min(4, max(1, 128 // numbers.group)),
         SPLITS=splits,
         IS_FAST=x.device.type != "cpu" and x.dtype == torch.bfloat16,
-        num_warps=outputs // 16,
-        num_stages=3,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
     return out
+
+
+def chosen_tile(
+    x: Tensor, weight: Tensor, scale: Tensor, minimum: Tensor | None, numbers: NumberFormat
+) -> Tile:
+    """The tile for these rows: the first of the table, or on a GPU the one that was the fastest. A
+    call that is captured measures nothing."""
+    width = x.shape[-1]
+    num_rows = x.numel() // width
+    tiles = tiles_for(num_rows, numbers, x.dtype == torch.bfloat16)
+    if len(tiles) == 1 or x.device.type != "cuda":
+        return tiles[0]
+    bits = f"{numbers.bits} bits{' with a minimum' if minimum is not None else ''}"
+    kind = f"{len(weight)}x{width}, {bits}, {bucket(num_rows, GROUPS_OF_128)} rows"
+
+    def time(tile: Tile) -> float:
+        return seconds_on_gpu(lambda: multiply_groups(x, weight, scale, minimum, numbers, tile))
+
+    can_measure = not torch.cuda.is_current_stream_capturing()
+    return choices_on(x.device).choose(kind, tiles, time if can_measure else None)
+
+
+def round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """`fp8.rounded_rows` in one launch: [M, K] in e4m3, and scales, float32 [M, 1]."""
+    rows = rows.contiguous()
+    num_rows, width = rows.shape
+    numbers = rows.new_empty(num_rows, width, dtype=torch.float8_e4m3fn)
+    scale = rows.new_empty(num_rows, 1, dtype=torch.float32)
+    block = min(MOST_INPUTS, next_power(width))
+    warps = max(1, min(8, block // 256))
+    kernels(rows.device.type).round_rows[(num_rows,)](
+        rows, numbers, scale, WIDTH=width, BLOCK=block, num_warps=warps
+    )
+    return numbers, scale
 
 
 @cache

@@ -1,5 +1,6 @@
-"""A Triton kernel for a few rows times numbers of 4 or 8 bits in groups, converted in registers,
-summed in float32. Imported only where Triton is installed. Inputs are divided by the matrix alone.
+"""Triton kernels: a few rows times numbers of 4 or 8 bits in groups, converted in registers, summed
+in float32, whose inputs are divided by the matrix alone; and the rounding of rows to FP8. Imported
+only where Triton is installed.
 """
 
 from __future__ import annotations
@@ -70,9 +71,10 @@ def multiply_groups(
     then multiplied by the scales. STEP groups are a turn of the loop; groups are divided among
     SPLITS programs, of which the last adds up their `parts` [SPLITS, num_rows, num_outputs].
     IS_FAST: x is bfloat16 and a GPU is there; it
-    then runs the assembly HALVES_AS_BFLOAT16. Grid: (tiles of outputs, tiles of rows, SPLITS)."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    then runs the assembly HALVES_AS_BFLOAT16. Grid: (tiles of rows, tiles of outputs, SPLITS), so
+    that programs that read the same weights are neighbours."""
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_output = n < num_outputs
     is_row = m < num_rows
     GROUPS: tl.constexpr = WIDTH // GROUP
@@ -84,10 +86,14 @@ def multiply_groups(
     numbers_at = weight + n.to(tl.int64)[:, None] * (WIDTH * BITS // 8) + k[None, :]
     x_at = x + m.to(tl.int64)[None, :] * WIDTH + k[:, None]
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    # Those of the next turn are loaded before this one's products, which would wait for them.
+    scales = tl.load(scale + first * num_outputs + n, mask=is_output, other=0.0)
     for start in tl.range(first, last, STEP):
         for i in tl.static_range(STEP):
             g = start + i
             is_group = g < last
+            here = is_output & (g + 1 < last)
+            next_scales = tl.load(scale + (g + 1) * num_outputs + n, mask=here, other=0.0)
             mask = is_row[None, :] & is_group
             numbers = tl.load(numbers_at + g * SPAN, mask=is_output[:, None] & is_group, other=0)
             left = tl.load(x_at + g * GROUP, mask=mask, other=0.0)
@@ -116,12 +122,11 @@ def multiply_groups(
                     wide = numbers.to(tl.float32)
                     left = left.to(tl.float32)
                 part = tl.dot(wide, left, input_precision="ieee")
-            at = g * num_outputs + n
-            here = is_output & is_group
-            scales = tl.load(scale + at, mask=here, other=0.0).to(tl.float32)
-            sums += part * scales[:, None]
+            sums += part * scales.to(tl.float32)[:, None]
+            scales = next_scales
             if minimum is not None:
-                minima = tl.load(minimum + at, mask=here, other=0.0).to(tl.float32)
+                here = is_output & is_group
+                minima = tl.load(minimum + g * num_outputs + n, mask=here, other=0.0).to(tl.float32)
                 x_sums = tl.load(sums_of_x + m * GROUPS + g, mask=is_row & is_group, other=0.0)
                 sums += minima[:, None] * x_sums[None, :]
     place = m.to(tl.int64)[None, :] * num_outputs + n[:, None]
@@ -141,3 +146,23 @@ def multiply_groups(
                     parts + i * size + place, mask=mask, other=0.0, cache_modifier=".cg"
                 )
             tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def round_rows(rows, numbers, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """numbers [M, WIDTH], e4m3, = rows [M, WIDTH] / scale [M], to nearest; the largest number of a
+    row becomes 448, the largest of e4m3. Grid: (M,)."""
+    at = tl.program_id(0).to(tl.int64) * WIDTH
+    k = tl.arange(0, BLOCK)
+    most = tl.zeros([BLOCK], tl.float32)
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        x = tl.load(rows + at + start + k, mask=start + k < WIDTH, other=0.0).to(tl.float32)
+        most = tl.maximum(most, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
+    row_scale = tl.div_rn(tl.max(most, 0), 448.0)
+    tl.store(scale + tl.program_id(0), row_scale)
+    divisor = tl.where(row_scale == 0, 1.0, row_scale)
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        here = start + k < WIDTH
+        x = tl.load(rows + at + start + k, mask=here, other=0.0).to(tl.float32)
+        x = tl.minimum(tl.maximum(tl.div_rn(x, divisor), -448.0), 448.0)
+        tl.store(numbers + at + start + k, x.to(tl.float8e4nv), mask=here)

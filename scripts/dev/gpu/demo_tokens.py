@@ -25,6 +25,8 @@ WAYS: dict[str, Sequence[object]] = {
     "self-speculation, graphs": (*SELF, *SPARSE),
     "snapkv": (*SELF, "--kv_policy", "snapkv", "--budget", 65),
     "int4 drafts": (*SELF, *SPARSE, "--draft_weights", "int4"),
+    "int4_g128 drafts": (*SELF, *SPARSE, "--draft_weights", "int4_g128"),
+    "fp8 drafts": (*SELF, *SPARSE, "--draft_weights", "fp8"),
     "retrieval": (*SELF, "--kv_policy", "retrieval", "--budget", 65),
     "model drafts": ("--draft", "model:demo-draft", "--gamma", 3),
     "grouped attention": (*SELF, *SPARSE, "--attention", "grouped"),

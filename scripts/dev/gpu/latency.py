@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from magicdec.model.presets.presets import find_config
 
 ROOM = 16  # most tokens of a row in addition to its context
 SPARE = 4 << 30  # bytes for working memory and libraries
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 EVEN = 4  # a reduced batch size is a multiple of this
 
 
@@ -60,18 +63,21 @@ def fitting_places(
     return {B: places for B, places in found.items() if places}
 
 
-def most_rows(config: ModelConfig, S: int, free: int | None) -> int | None:
-    """The most rows whose KV cache fits in memory besides the weights, in bfloat16; None if the
-    free memory is unknown."""
+def most_rows(config: ModelConfig, S: int, free: int | None, copy_bytes: int = 0) -> int | None:
+    """The most rows whose KV cache fits in memory besides the weights, in bfloat16, and a copy that
+    drafts; None if the free memory is unknown."""
     if free is None:
         return None
     embedding = config.vocab_size * config.hidden_size * 2
-    left = free - SPARE - weight_bytes(config, Shard(), 2) - embedding
+    left = free - SPARE - weight_bytes(config, Shard(), 2) - embedding - copy_bytes
     return max(0, left // ((S + ROOM) * kv_bytes_per_token(config, Shard(), 2)))
 
 
-def measure(suite: Suite, model: str, B: int, contexts: list[int]) -> dict[str, Any]:
-    """The JSON of `magicdec latency`. Raises RuntimeError with its last line if it fails."""
+def measure(
+    suite: Suite, model: str, B: int, contexts: list[int], more: Mapping[str, Any] = NOTHING
+) -> dict[str, Any]:
+    """The JSON of `magicdec latency`, with flags that are `more` or replace others. Raises
+    RuntimeError with its last line if it fails."""
     scale = suite.scale
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "latency.json"
@@ -87,6 +93,7 @@ def measure(suite: Suite, model: str, B: int, contexts: list[int]) -> dict[str, 
             "--repeats": scale.repeats,
             "--warmup": min(3, scale.repeats),
             "--out": path,
+            **more,
         }
         refusal = run_recorded("latency", words_of(settings), suite)
         found = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""`gpu_suite.sh quick`: six parts, the ones worth most first, within 480 s by its own clock; and
+"""`gpu_suite.sh quick`: seven parts, the ones worth most first, within 480 s by its own clock; and
 `gpu_suite.sh again PART...`, the named parts within 180 s, of which measured cells are kept.
 
 Each part is a process of its own that ends at its deadline at the latest, and leaves the cells that
@@ -43,13 +43,15 @@ class QuickPart:
 
 
 PARTS = (
-    QuickPart("broken", 80, "What does not work at all?"),
-    QuickPart("demo_tokens", 80, "Are the demo model's tokens the CPU's?"),
-    QuickPart("llama31", 120, "How long do forwards of an 8B model take?"),
-    QuickPart("whole_runs", 80, "What does self-speculation bring, at an emulated acceptance?"),
+    QuickPart("broken", 70, "What does not work at all?"),
+    QuickPart("demo_tokens", 70, "Are the demo model's tokens the CPU's?"),
+    QuickPart("drafts", 150, "What do drafts in few bits bring?"),
     QuickPart("hybrid", 60, "How long do forwards of a 27B model with linear attention take?"),
+    # What an H200 has answered already.
+    QuickPart("llama31", 50, "How long do forwards of an 8B model take?"),
+    QuickPart("whole_runs", 40, "What does self-speculation bring, at an emulated acceptance?"),
     # Whose compilers may take all of it.
-    QuickPart("peers", 60, "How long do other decoders take with such weights?", 1.0),
+    QuickPart("peers", 40, "How long do other decoders take with such weights?", 1.0),
 )
 
 
@@ -163,11 +165,42 @@ def summary_lines(out: Path, took: dict[str, float], seconds: float) -> list[str
         if (running := found.get("running")) is not None:
             lines.append(f"- {part.stage}: {running}: it ran when the part was ended")
     lines += ["", *goal_lines(goals(out))]
+    lines += draft_lines(load_cells(out / "drafts.json"))
     lines += forward_lines(load_cells(out / "llama31.json"), copied_per_s(out))
     lines += run_lines(load_cells(out / "whole_runs.json"))
     lines += forward_lines(load_cells(out / "hybrid.json"), copied_per_s(out), "Linear attention")
     lines += peer_lines(load_cells(out / "peers.json"))
     return lines
+
+
+def draft_lines(cells: dict[str, Any]) -> list[str]:
+    """Of products the fastest function by rows, draft steps by their weights, and whole runs."""
+    lines = []
+    for name, cell in cells.items():
+        kind, _, what = name.partition("/")
+        if kind == "product":
+            for rows, functions in cell.items():
+                best = min(functions, key=lambda function: functions[function]["ms"])
+                found = functions[best]
+                share = f"{100 * found['of_copy']:.0f} %"
+                lines.append(f"| {what} | {rows} | {best} | {found['ms']:.4f} | {share} |")
+    if lines:
+        lines = [
+            "",
+            "| product | rows | fastest | ms | of a copy |",
+            "|---|--:|---|--:|--:|",
+            *lines,
+        ]
+    steps = [
+        row for name, cell in cells.items() if name.startswith("step/") for row in cell["rows"]
+    ]
+    if steps:
+        lines += ["", "| draft step | B | budget | ms |", "|---|--:|--:|--:|"]
+    for row in steps:
+        weights = row["draft_weights"] or row["phase"]
+        lines.append(f"| {weights} | {row['B']} | {row['budget'] or ''} | {row['ms_median']:.3f} |")
+    runs = {name: cell for name, cell in cells.items() if name.startswith("run/")}
+    return lines + run_lines(runs)
 
 
 def forward_lines(cells: dict[str, Any], copied: float | None, title: str = "forward") -> list[str]:

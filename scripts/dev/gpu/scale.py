@@ -45,6 +45,10 @@ class Scale:
     run_places: tuple[tuple[int, int], ...]  # (B, S) of the stage `whole_runs`
     run_gammas: tuple[int, ...]
     run_budget: int
+    draft_rows: tuple[int, ...]  # of products of the stage `drafts`
+    draft_batch_sizes: tuple[int, ...]  # of its steps
+    draft_places: tuple[tuple[int, int], ...]  # (B, S) of its whole runs
+    draft_gamma: int
     hybrid_model: str | None  # of the stage `hybrid`; None: a small one, which it writes
     hybrid_batch_sizes: tuple[int, ...]
     hybrid_contexts: tuple[int, ...]
@@ -85,6 +89,10 @@ FULL = Scale(
     run_places=((8, 32768), (1, 32768), (24, 16384)),
     run_gammas=(3, 2, 5),
     run_budget=513,
+    draft_rows=(1, 8, 28, 140),
+    draft_batch_sizes=(1, 28, 8),
+    draft_places=((1, 32768), (28, 32768), (8, 16384)),
+    draft_gamma=4,
     hybrid_model="random:qwen3.5-27b",
     hybrid_batch_sizes=(1, 8),
     hybrid_contexts=(4096, 32768),
@@ -123,6 +131,10 @@ TINY = Scale(
     run_places=((2, 128),),
     run_gammas=(2,),
     run_budget=33,
+    draft_rows=(1, 20),
+    draft_batch_sizes=(2,),
+    draft_places=((2, 128),),
+    draft_gamma=2,
     hybrid_model=None,
     hybrid_batch_sizes=(2,),
     hybrid_contexts=(64, 128),

@@ -19,6 +19,10 @@ ROOFLINES = (
     ("draft step, budget 513, B=32, S=16384", "at least 76 %", ("draft", 1), 32, 16384, 513),
 )
 
+# Of drafts in few bits: milliseconds of a step by rows, and speedups by place.
+DRAFT_STEPS = {1: 1.9, 28: 2.6}
+DRAFT_RUNS = {(1, 32768): 1.4, (28, 32768): 2.3, (8, 16384): 1.3}
+
 
 def run(suite: Suite) -> None:
     peers = load_cells(suite.directory / "peers.json")
@@ -68,7 +72,35 @@ def goals(directory: Path) -> list[dict[str, Any]]:
         ratio = verify["ms_median"] / decode["ms_median"]
     goal = "verification of 5 tokens in decode steps, B=32, S=32768"
     found.append(goal_of(goal, "at most 1.15", ratio, verify))
-    return [*found, speculation_goal(load_cells(directory / "whole_runs.json"))]
+    found.append(speculation_goal(load_cells(directory / "whole_runs.json")))
+    return found + draft_goals(load_cells(directory / "drafts.json"))
+
+
+def draft_goals(cells: dict[str, Any]) -> list[dict[str, Any]]:
+    """The fastest draft step, and the largest speedup at the published acceptance, of drafts in few
+    bits."""
+    found = []
+    for B, wanted in DRAFT_STEPS.items():
+        rows = [row for row in cells.get(f"step/B{B}", {}).get("rows", ()) if row["draft_weights"]]
+        best = min(rows, key=lambda row: float(row["ms_median"]), default=None)
+        measured, weights = (
+            (None, None) if best is None else (best["ms_median"], best["draft_weights"])
+        )
+        goal = f"draft step in few bits, B={B}: milliseconds"
+        found.append(
+            {"goal": goal, "wanted": f"at most {wanted}", "measured": measured, "by": weights}
+        )
+    for (B, S), least in DRAFT_RUNS.items():
+        speedups = {
+            name: cell["emulated_acceptance"]["published"]["speedup"]
+            for name, cell in cells.items()
+            if is_near(name, B, S) and "published" in cell["emulated_acceptance"]
+        }
+        by = max(speedups, key=lambda name: speedups[name], default=None)
+        goal = f"drafts in few bits, acceptance as published (emulated), B={B}, S={S}: speedup"
+        measured = None if by is None else speedups[by]
+        found.append({"goal": goal, "wanted": f"at least {least}", "measured": measured, "by": by})
+    return found
 
 
 def speculation_goal(cells: dict[str, Any]) -> dict[str, Any]:
@@ -85,6 +117,12 @@ def speculation_goal(cells: dict[str, Any]) -> dict[str, Any]:
         "measured": None if best is None else speedups[best],
         "by": best,
     }
+
+
+def is_near(name: str, B: int, S: int) -> bool:
+    """Whether it is a whole run with that context and B rows, or as many as fitted."""
+    kind, *_, rows, context, _ = name.split("/") if name.count("/") == 4 else [""] * 4
+    return kind == "run" and context == f"S{S}" and 0.75 * B <= int(rows[1:]) <= B
 
 
 def stages(suite: Suite) -> list[str]:

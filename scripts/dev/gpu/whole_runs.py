@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -41,7 +41,7 @@ from magicdec.output.console import make_progress
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch, SamplingParams
 from magicdec.runner.sampling.verification import Judgement
-from magicdec.setup.loading import LoadedModels, runner_of
+from magicdec.setup.loading import LoadedModels, runner_of, with_copy
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import ResolvedRun, SetupCache, find
 from magicdec.setup.session import RankSession
@@ -64,10 +64,11 @@ def run(suite: Suite) -> None:
             suite.results.cell(name, partial(measure, suite, models, B, S, gamma))
 
 
-def fitting_rows(suite: Suite, B: int, S: int) -> int:
-    """B, or the largest multiple of EVEN rows that fits beside the weights; at least one."""
+def fitting_rows(suite: Suite, B: int, S: int, copy_bytes: int = 0) -> int:
+    """B, or the largest multiple of EVEN rows that fits beside the weights and a copy of them; at
+    least one."""
     config = find_config("--model", suite.scale.model.removeprefix("random:"))
-    most = most_rows(config, S, free_bytes(suite.device))
+    most = most_rows(config, S, free_bytes(suite.device), copy_bytes)
     return B if most is None or most >= B else max(1, most // EVEN * EVEN)
 
 
@@ -82,25 +83,35 @@ def rates_at(S: int) -> dict[str, float]:
     return rates
 
 
-def find_run(suite: Suite, B: int, S: int, gamma: int) -> ResolvedRun:
-    """A self-speculative run at this place. Raises ValueError as the commands do."""
+def find_run(suite: Suite, B: int, S: int, gamma: int, weights: str | None = None) -> ResolvedRun:
+    """A self-speculative run at this place, whose drafts have `weights`. Raises ValueError as the
+    commands do."""
     scale = suite.scale
     dtype = "float32" if suite.is_tiny else "bfloat16"
     room = (WARM_UP + STEPS + 2) * (gamma + 1)
     asked = RunConfig(
         model=ModelSection(model=scale.model, dtype=dtype),
         parallel=ParallelSection(device=suite.device.type),
-        decoding=DecodingSection("speculative", "self", gamma),
+        decoding=DecodingSection("speculative", "self", gamma, draft_weights=weights),
         kv=KVSection("streaming_llm", scale.run_budget),
         workload=WorkloadSection(batch_size=B, prefix_len=S, gen_len=room),
     )
     return find(asked, read_launch(), SetupCache())
 
 
-def measure(suite: Suite, models: list[LoadedModels], B: int, S: int, gamma: int) -> dict[str, Any]:
-    """Milliseconds of a step of both strategies, and the speedup by acceptance rate. Raises
-    ValueError or torch's out-of-memory error where the place does not fit."""
-    run = find_run(suite, B, S, gamma)
+def measure(
+    suite: Suite,
+    models: list[LoadedModels],
+    B: int,
+    S: int,
+    gamma: int,
+    weights: str | None = None,
+    only: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Milliseconds of a step of both strategies, and the speedup by acceptance rate, or at the
+    first rate of `only` that there is. Raises ValueError or torch's out-of-memory error where the
+    place does not fit."""
+    run = find_run(suite, B, S, gamma, weights)
     config = run.config
     with filled_runner(models, run, S) as (runner, batch):
         device = runner.device
@@ -112,7 +123,9 @@ def measure(suite: Suite, models: list[LoadedModels], B: int, S: int, gamma: int
             "autoregressive": baseline,
             "emulated_acceptance": {},
         }
-        for name, rate in rates_at(S).items():
+        rates = rates_at(S)
+        names = [name for name in only if name in rates][:1] or list(rates)
+        for name, rate in ((name, rates[name]) for name in names):
             with emulated(rate, gamma, B, device):
                 speculative = time_steps(runner, batch, config, "speculative", S)
             speedup = speculative["tokens_per_s"] / baseline["tokens_per_s"]
@@ -133,7 +146,8 @@ def filled_runner(
             models.append(LoadedModels(session.device, make_progress(False)))
         plan = ModelPlan(config, source.config, (0,), 0)
         model = models[0].get(source, session.groups.target, plan.kinds)
-        runner = runner_of(plan, model, session.groups.target)
+        copy = models[0].get_copy(source, session.groups.target, plan)
+        runner = with_copy(plan, runner_of(plan, model, session.groups.target), copy)
         yield runner, fill(runner, S)
 
 
