@@ -28,7 +28,7 @@ from magicdec.model.linear import triton
 from magicdec.model.linear.fp8 import Fp8Linear
 from magicdec.model.linear.grouped import GroupedLinear
 from magicdec.model.linear.quantizers import INT4_G128
-from magicdec.model.linear.tiles import tiles_for
+from magicdec.model.linear.tiles import Tile, tiles_for
 from magicdec.model.presets.presets import find_config
 from magicdec.names import SAME
 from magicdec.setup.loading import LoadedModels
@@ -122,15 +122,15 @@ def in_int4(weight: Tensor) -> Product:
 
 def by_tiles(layer: nn.Module, rows: int) -> dict[str, Callable[[Tensor], Tensor]]:
     assert isinstance(layer, GroupedLinear)
-    stored = layer.weight, layer.scale, layer.minimum, layer.format
     return {
-        f"{tile.rows}x{tile.outputs}, {tile.warps} warps": partial(multiply, stored, tile)
+        f"{tile.rows}x{tile.outputs}, {tile.warps} warps": partial(multiply, layer, tile)
         for tile in tiles_for(rows, layer.format, is_bfloat16=True)
     }
 
 
-def multiply(stored: Any, tile: Any, x: Tensor) -> Tensor:
-    return triton.multiply_groups(x, *stored, tile)
+def multiply(layer: GroupedLinear, tile: Tile, x: Tensor) -> Tensor:
+    stored = layer.weight, layer.scale, layer.minimum
+    return triton.multiply_groups(x, *stored, layer.format, tile)
 
 
 def in_fp8(weight: Tensor) -> Product:
@@ -167,7 +167,8 @@ def time_product(suite: Suite, storage: str, outputs: int, inputs: int) -> dict[
         cached = torch.cuda.get_device_properties(device).L2_cache_size
         count = 1 + int(2 * cached // made.num_bytes)
     layers = [made.layer, *(deepcopy(made.layer) for _ in range(count - 1))]
-    dense = made.layer.weight.float() if storage == "bfloat16" else made.layer.dense()
+    layer: Any = made.layer
+    dense = layer.weight.float() if storage == "bfloat16" else layer.dense()
     copied = suite.results.cells["copy_bandwidth"]["bytes_per_s"]
     found: dict[str, Any] = {}
     wrong = []
