@@ -258,7 +258,7 @@ def check_grid(run: ResolvedRun, grid: LatencyGrid, launch: Launch) -> str:
     model = run.source.config
     check_interpreter(config)
     for weights in grid.draft_weights:
-        check_copy(weights, config.model.target_dtype)
+        check_copy(weights, config.model.target_dtype, config.run_config.model.native_steps)
         check_low_bit(weights, config.parallel.device, run.machine)
         check_groups("--draft_weights", weights, f"--model {source.name}", launch.world_size, model)
     for kv in grid.drafts:

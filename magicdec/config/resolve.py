@@ -91,7 +91,7 @@ def resolve(
     if is_self:
         check_returns_weights(backend, kv.policy)
         check_coded_copy(kv, backend, kv_dtype, target)
-        check_copy(low_bit, model.target_dtype)
+        check_copy(low_bit, model.target_dtype, config.model.native_steps)
     check_low_bit(low_bit, device, machine)
     section = None
     backends = [backend]

@@ -14,7 +14,7 @@ from magicdec.config.machine import Machine, ModelTraits
 from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DraftSection, ModelSection, ParallelSection
+from magicdec.config.sections import DecodingSection, DraftSection, ModelSection, ParallelSection
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.block import MLP, RMSNorm
 from magicdec.model.checkpoint.source import find_model
@@ -136,6 +136,13 @@ def test_native_steps_that_cannot_be_are_refused() -> None:
     message = "--native_steps on: not possible with --linear torch; choose from auto, off"
     with pytest.raises(ValueError, match=f"^{message}$"):
         resolved(FAST, linear="torch", native_steps="on")
+    fp8 = RunConfig(
+        model=ModelSection(native_steps="on"),
+        decoding=DecodingSection("speculative", "self", draft_weights="fp8"),
+    )
+    message = "--native_steps on: not possible with --draft_weights fp8; choose from auto, off"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        resolve(fp8, FAST)
     config = RunConfig(parallel=ParallelSection(collectives="gloo"))
     ranks = replace(FAST, world_size=2, local_world_size=2, shared_memory_obstacle=None)
     assert resolve(config, ranks).model.native_steps.why == "auto: off, --collectives gloo"

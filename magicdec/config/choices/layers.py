@@ -63,8 +63,13 @@ def check_low_bit(low_bit: str | None, device: str, machine: Machine) -> None:
         raise ValueError(f"--draft_weights {low_bit} --device cuda: {obstacle}; or choose {other}")
 
 
-def check_copy(low_bit: str | None, weights: str) -> None:
-    """Raises ValueError for a self-draft copy of matrices that are in this format themselves."""
+def check_copy(low_bit: str | None, weights: str, native_steps: str = "auto") -> None:
+    """Raises ValueError for a self-draft copy of matrices that are in this format themselves, and
+    for one that native steps, which somebody asked for, cannot compute."""
+    if low_bit == FP8 and native_steps == "on":
+        raise ValueError(
+            f"--native_steps on: not possible with --draft_weights {low_bit}; choose from auto, off"
+        )
     if low_bit is not None and low_bit == weights:
         raise ValueError(
             f"--draft_weights {low_bit}: the model's own weights are {weights} already; leave it "
