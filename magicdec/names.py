@@ -143,6 +143,7 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": "magicdec.model.families.gemma:GEMMA3",
     "Qwen2ForCausalLM": "magicdec.model.families.llama:QWEN2",
     "Qwen3ForCausalLM": "magicdec.model.families.llama:QWEN3",
+    "MiMoForCausalLM": "magicdec.model.families.mimo:MIMO",
     "Qwen3_5ForCausalLM": "magicdec.model.families.hybrids:QWEN3_5",
     "Qwen3_5ForConditionalGeneration": "magicdec.model.families.hybrids:QWEN3_5",
     "Qwen3_5MoeForCausalLM": "magicdec.model.families.hybrids:QWEN3_5_MOE",

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import transformers
 from conftest import load
 from safetensors.torch import save_file
+from tiny_mimo import call_it_mimo
 from torch import Tensor
 
 from magicdec.distributed.tensor_parallel import Shard
@@ -85,6 +86,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-2": ("Llama", SIZES | {"num_key_value_heads": 8}),
     "llama-3.1": ("Llama", SIZES | {"rope_parameters": LLAMA3_ROPE, "head_dim": 16}),
     "qwen2.5": ("Qwen2", SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "mimo": ("MiMo", SIZES | {"num_key_value_heads": 2}),
     "qwen3": ("Qwen3", SIZES | {"head_dim": 24}),
     "mistral": ("Mistral", SIZES | {"sliding_window": 56, "head_dim": 16}),
     "ministral": (
@@ -218,8 +220,10 @@ def make_checkpoint(
     sizes = {key: mlp_units if key in MLP_UNITS else value for key, value in sizes.items()}
     if family.lower() == "baichuan":
         return make_baichuan(directory, family, sizes)
-    model = make_model(family, sizes)
+    model = make_model("Qwen2" if family == "MiMo" else family, sizes)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
+    if family == "MiMo":
+        call_it_mimo(directory)
     return TransformersReference(no_grad(lambda ids: model(ids).logits), model)
 
 

@@ -85,6 +85,8 @@ class PlainMtpHead:
     equations 21 to 23): its layer is a model of one layer, which takes projections in place of
     embedded tokens, and whose final norm is the head's. Nothing is cached."""
 
+    norm_offset = 1.0  # added to the weights of its norms
+
     def __init__(
         self, target: Any, kind: str = "Qwen3_5ForCausalLM", seed: int = 1, **changes: Any
     ) -> None:
@@ -114,7 +116,7 @@ class PlainMtpHead:
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         mean = x.square().mean(-1, keepdim=True)
-        return x * (mean + self.target.config.rms_norm_eps).rsqrt() * (1 + weight)
+        return x * (mean + self.target.config.rms_norm_eps).rsqrt() * (self.norm_offset + weight)
 
     @torch.no_grad()
     def chain(

@@ -186,8 +186,9 @@ class ModelConfig:
     `magicdec plan` counts.
 
     `num_mtp_layers`: layers of a head for multi-token prediction beside the model, which drafts if
-    it is asked to. `is_mtp`: the config is that of this head (`mtp_config`). `eagle`: of an EAGLE-3
-    head, None of a model."""
+    it is asked to. `mtp_state_first`: its projection takes the state before the embedding.
+    `is_mtp`: the config is that of this head (`mtp_config`). `eagle`: of an EAGLE-3 head, None of
+    a model."""
 
     name: str
     vocab_size: int
@@ -228,6 +229,7 @@ class ModelConfig:
     cut_share: float = 0.0
     head_bytes: float | None = None
     num_mtp_layers: int = 0
+    mtp_state_first: bool = False
     is_mtp: bool = False
     eagle: EagleConfig | None = None
     planned_only: str = ""

@@ -1,10 +1,10 @@
 """MtpHead: the head for multi-token prediction that a model was trained with (DeepSeek-V3, arXiv
-2412.19437, section 2.2; that of Qwen3.5 and Qwen3-Next).
+2412.19437, section 2.2; that of Qwen3.5, Qwen3-Next and MiMo).
 
 A slot's state is the target's, after its final norm, or the head's own output, after the norm of
-the head. State and embedding are normed, and a projection of both, the embedding first, is what one
-layer of the model's kind takes. Embedding and `head` are the target's. Shapes are those of
-`draft_head.py`.
+the head. State and embedding are normed, and a projection of both, the embedding first (in MiMo the
+state), is what one layer of the model's kind takes. Embedding and `head` are the target's. Shapes
+are those of `draft_head.py`.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class MtpHead(DraftHead):
 
     def pair(self, token_ids: Tensor, state: Tensor) -> Tensor:
         both = [self.token_norm(self.embedding(token_ids)), self.state_norm(state)]
+        if self.config.mtp_state_first:
+            both.reverse()
         projected: Tensor = self.projection(torch.cat(both, dim=-1))
         return projected
 

@@ -18,6 +18,7 @@ from tiny_hybrids import (
     save_with_tokenizer,
     the_model,
 )
+from tiny_mimo import MIMO, PlainMimoHead, a_mimo
 from torch import Tensor
 
 from magicdec.attention.sdpa import SDPABackend
@@ -65,6 +66,14 @@ GAMMA = 4
 NEW = 40
 
 
+def with_head(kind: str, vocab_size: int, **changes: Any) -> tuple[Any, PlainMtpHead]:
+    if kind == MIMO:
+        mimo = a_mimo(vocab_size, **changes)
+        return mimo, PlainMimoHead(mimo)
+    target = the_model(vocab_size, kind, **changes)
+    return target, PlainMtpHead(target, kind)
+
+
 def save(target: Any, head: PlainMtpHead, folder: Path) -> Path:
     target.save_pretrained(folder)
     head.add_to(folder)
@@ -105,14 +114,13 @@ def started(
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, MIMO])
 def test_drafts_have_the_logits_of_the_definition(
     kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In ragged batches, after steps that accepted all, some or none of the drafts, whose slots the
     head forgets."""
-    reference = the_model(VOCAB, kind, tie_word_embeddings=tied)
-    plain = PlainMtpHead(reference, kind)
+    reference, plain = with_head(kind, VOCAB, tie_word_embeddings=tied)
     target, head = load(save(reference, plain, tmp_path))
     drafted: list[Tensor] = []
     read_out = MtpHead.read_out
@@ -156,9 +164,8 @@ def checkpoints(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
     """With the tokenizer of the tiny checkpoint, and heads of which some drafts are accepted."""
     vocab_size = find_model("--model", str(tiny_checkpoint)).config.vocab_size
     found = {}
-    for kind in KINDS:
-        target = the_model(vocab_size, kind)
-        head = PlainMtpHead(target, kind)
+    for kind in [*KINDS, MIMO]:
+        target, head = with_head(kind, vocab_size)
         head.fit()
         folder = tmp_path_factory.mktemp("with_head")
         save_with_tokenizer(target, folder, tiny_checkpoint)
@@ -180,6 +187,8 @@ RUNS = {
     "chains that stop": (DENSE, "--draft mtp --kv_policy full --pa 0.5"),
     "packed": (DENSE, "--draft mtp --kv_policy full --linear packed"),
     "ranks": (DENSE, "--draft mtp --kv_policy full --nproc 2"),
+    "attention in every layer": (MIMO, "--draft mtp --kv_policy full"),
+    "attention in every layer, ranks, window": (MIMO, "--draft ngram+mtp --budget 33 --nproc 2"),
     "ranks of a mixture": (NEXT, "--draft mtp --budget 33 --nproc 2"),
 }
 

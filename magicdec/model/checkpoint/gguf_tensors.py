@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from magicdec.model.config import ModelConfig
-from magicdec.model.families.family import MTP_PREFIX, Names, find_family
+from magicdec.model.families.family import Names, find_family
 from magicdec.model.families.gguf_architectures import STACKED, architecture_of
 from magicdec.model.families.gguf_config import ROPE_DIVISORS
 from magicdec.model.gguf.file import GgufFile, GgufTensor
@@ -96,7 +96,7 @@ class Placing:
             layer = str(int(layer) - self.config.num_layers)
             if part.startswith("nextn."):
                 theirs = MTP_PARTS.get(part, part.removeprefix("nextn."))
-                return {f"{MTP_PREFIX}{theirs}.{leaf}": self.plain(name, tensor)}
+                return {f"{names.mtp.prefix}{theirs}.{leaf}": self.plain(name, tensor)}
         prefix = names.layer.format(layer)
         if self.linear is not None and part in self.linear.sizes:
             parts = self.linear_parts(name, part, tensor, self.linear)

@@ -9,9 +9,8 @@ from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.checkpoint.source import ModelSource, check_weights
 from magicdec.model.checkpoint.weight_files import RenamedWeights, WeightSource
 from magicdec.model.checkpoint.weight_map import expected_shapes
-from magicdec.model.families.family import MTP_PREFIX
+from magicdec.model.families.family import MtpNames, find_family
 
-LAYER = re.compile(rf"{re.escape(MTP_PREFIX)}layers\.(\d+)\.")
 OTHERS = "choose another draft, such as self, ngram or eagle:DIR"
 
 
@@ -30,7 +29,7 @@ def find_mtp_head(flag: str, target: ModelSource) -> ModelSource:
     if num_layers == 0:
         raise ValueError(
             f"{flag}: {target.name} has no head for multi-token prediction (tensors "
-            f"{MTP_PREFIX}*); {OTHERS}"
+            f"{names_of_head(target).prefix}*); {OTHERS}"
         )
     if num_layers > 1:
         raise ValueError(
@@ -46,8 +45,13 @@ def stored_mtp_head(target: ModelSource) -> ModelSource | None:
     return checked_head(target) if check_mtp_layers(target) else None
 
 
+def names_of_head(target: ModelSource) -> MtpNames:
+    return find_family(target.config.architecture).names(target.config).mtp
+
+
 def mtp_tensors(target: ModelSource) -> list[str]:
-    return [name for name in target.weights.tensors if name.startswith(MTP_PREFIX)]
+    prefix = names_of_head(target).prefix
+    return [name for name in target.weights.tensors if name.startswith(prefix)]
 
 
 def check_mtp_layers(target: ModelSource) -> int:
@@ -57,10 +61,12 @@ def check_mtp_layers(target: ModelSource) -> int:
     names = mtp_tensors(target)
     if not names:
         return 0
-    found = {int(match[1]) for match in map(LAYER.match, names) if match is not None}
+    theirs = names_of_head(target)
+    layer = re.compile(re.escape(theirs.layer).replace(re.escape("{}"), r"(\d+)"))
+    found = {int(match[1]) for match in map(layer.match, names) if match is not None}
     if len(found) != model.num_mtp_layers:
         raise ValueError(
-            f"{target.weights.where(names[0])}: {MTP_PREFIX}* are {len(found)} layers for "
+            f"{target.weights.where(names[0])}: {theirs.prefix}* are {len(found)} layers for "
             f"multi-token prediction, but its config says {model.num_mtp_layers} "
             "(mtp_num_hidden_layers, num_nextn_predict_layers or nextn_predict_layers); correct it"
         )

@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.config import ROUTER, SHARED_GATE, LayerKind, ModelConfig
-from magicdec.model.families.family import MTP_PREFIX, Names, find_family
+from magicdec.model.families.family import Names, find_family
 from magicdec.model.mixers import LinearAttention
 from magicdec.output.files import load_json
 
@@ -146,10 +146,11 @@ class _Table:
 
     def mtp_head(self, layers: range) -> None:
         c = self.config
-        self.norm("norm", self.names.norm)
-        self.norm("token_norm", f"{MTP_PREFIX}pre_fc_norm_embedding")
-        self.norm("state_norm", f"{MTP_PREFIX}pre_fc_norm_hidden")
-        whole = [(f"{MTP_PREFIX}fc", (0, c.hidden_size), c.hidden_size)]
+        theirs = self.names.mtp
+        self.norm("norm", theirs.norm)
+        self.norm("token_norm", theirs.token_norm)
+        self.norm("state_norm", theirs.state_norm)
+        whole = [(theirs.projection, (0, c.hidden_size), c.hidden_size)]
         self.column_parallel("projection", whole, False, inputs=2 * c.hidden_size)
         for index in layers:
             self.layer(f"blocks.{index}", self.names.layer.format(index), c.kinds[index])

@@ -12,8 +12,20 @@ from magicdec.model.config import ModelConfig
 from magicdec.model.families.fields import ConfigFields
 from magicdec.names import ARCHITECTURES, DRAFT_HEADS, PLANNED, load_named
 
-MTP_PREFIX = "mtp."  # of the tensors of a head for multi-token prediction
 PACKINGS = ("separate", "stacked", "grouped")
+
+
+@dataclass(frozen=True)
+class MtpNames:
+    """Checkpoint names of a head for multi-token prediction, Qwen3.5's by default. All begin with
+    `prefix`, and those of its layers with `layer`, whose "{}" is the layer's number."""
+
+    prefix: str = "mtp."
+    layer: str = "mtp.layers.{}."
+    norm: str = "mtp.norm"
+    token_norm: str = "mtp.pre_fc_norm_embedding"
+    state_norm: str = "mtp.pre_fc_norm_hidden"
+    projection: str = "mtp.fc"
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,7 @@ class Names:
     linear_by_key_head: bool = False
     transposed: bool = False
     norm_offset: float = 0.0
+    mtp: MtpNames = MtpNames()
 
     def __post_init__(self) -> None:
         assert self.packing in PACKINGS and len(self.qkv) == (
@@ -75,7 +88,7 @@ class Names:
 
     def mtp_head_names(self) -> Names:
         """Those of the model's head for multi-token prediction."""
-        return replace(self, layer=f"{MTP_PREFIX}layers.{{}}.", norm=f"{MTP_PREFIX}norm")
+        return replace(self, layer=self.mtp.layer, norm=self.mtp.norm)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from magicdec.model.config import ExpertsConfig, LayerKind, ModelConfig, RopeConfig
-from magicdec.model.families.family import MTP_PREFIX, ExpertStack, Family, Names
+from magicdec.model.families.family import ExpertStack, Family, MtpNames, Names
 from magicdec.model.families.fields import ConfigFields, only, size, switch
 from magicdec.model.families.planned import (
     LINEAR,
@@ -133,7 +133,7 @@ def next_names(config: ModelConfig) -> Names:
     return Names(norm_offset=1.0, linear_by_key_head=True)
 
 
-OTHER_PARTS = ("model.visual.", MTP_PREFIX)
+OTHER_PARTS = ("model.visual.", MtpNames.prefix)
 QWEN3_5 = Family("qwen3_5_text", read_dense, names, other_parts=OTHER_PARTS)
 QWEN3_5_MOE = Family("qwen3_5_moe_text", read_mixture_3_5, names, other_parts=OTHER_PARTS)
 QWEN3_NEXT = Family("qwen3_next", read_mixture, next_names, other_parts=OTHER_PARTS)

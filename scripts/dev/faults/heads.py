@@ -38,6 +38,15 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "MiMo's head takes the state before the embedding.",
+        "test_mtp.py::test_drafts_have_the_logits_of_the_definition[MiMoForCausalLM-untied]",
+        (
+            Fault(
+                "as the others do", "model/mtp.py", "if self.config.mtp_state_first:", "if False:"
+            ),
+        ),
+    ),
+    Property(
         "Drafts of a head for multi-token prediction have the logits of its definition.",
         "test_mtp.py::test_drafts_have_the_logits_of_the_definition[Qwen3_5ForCausalLM-untied]",
         (
@@ -50,8 +59,8 @@ PROPERTIES = (
             Fault(
                 "norms of a head as they are stored",
                 "model/families/family.py",
-                'norm=f"{MTP_PREFIX}norm")',
-                'norm=f"{MTP_PREFIX}norm", norm_offset=0.0)',
+                "norm=self.mtp.norm)",
+                "norm=self.mtp.norm, norm_offset=0.0)",
             ),
             Fault(
                 "states before the target's final norm",
