@@ -13,7 +13,7 @@ from tiny_hybrids import PlainMtpHead
 MIMO = "MiMoForCausalLM"
 
 
-def a_mimo(vocab_size: int, num_layers: int = 3, seed: int = 0, **changes: Any) -> Any:
+def a_mimo(vocab_size: int, num_layers: int = 4, seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     fields = {
         "vocab_size": vocab_size,
@@ -66,9 +66,9 @@ class PlainMimoHead(PlainMtpHead):
         call_it_mimo(checkpoint)
         prefix = "model.mtp_layers.0."
         layer = self.layer.model.layers[0].state_dict()
-        of_token, of_state = self.fc.chunk(2, dim=1)
+        token_part, state_part = self.fc.chunk(2, dim=1)
         head = {f"{prefix}{name}": tensor for name, tensor in layer.items()} | {
-            f"{prefix}input_proj.weight": torch.cat([of_state, of_token], dim=1),
+            f"{prefix}input_proj.weight": torch.cat([state_part, token_part], dim=1),
             f"{prefix}token_layernorm.weight": self.token_norm,
             f"{prefix}hidden_layernorm.weight": self.state_norm,
             f"{prefix}final_layernorm.weight": self.layer.model.norm.weight.detach(),
