@@ -276,7 +276,7 @@ def test_the_command_quantises(
         (("--checkpoint_dir", "x", "--out", "y.bin"), "must end in one of .safetensors, .pth"),
         (
             ("--checkpoint_dir", "x", "--quantize", "q2_k"),
-            "--quantize q2_k is not known; choose from int8, int4, q8_0, q4_0, q4_1",
+            "--quantize q2_k is not known; choose from int8, int4, int4_g128, q8_0, q4_0, q4_1",
         ),
         (("--checkpoint_dir", "nowhere"), "--checkpoint_dir nowhere is not a directory"),
         (("--verify", "nowhere.pth"), "nowhere.pth.manifest.json: No such file"),
