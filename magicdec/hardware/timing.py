@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from magicdec.distributed.groups import Group
+from magicdec.kernels.gpu_clock import seconds_on_gpu
 
 BANDWIDTH_BYTES = 1 << 28  # of all ranks of a host: 8 times the last-level cache of a large CPU
 GPU_BANDWIDTH_BYTES = 1 << 31  # 30 times the last-level cache of a large GPU
@@ -75,13 +76,7 @@ def seconds_of(call: Callable[[], object], device: torch.device, times: int = 1)
     """Mean device seconds of `times` calls in a row, on CUDA by events."""
     synchronize(device)
     if device.type == "cuda":
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-        first.record()
-        for _ in range(times):
-            call()
-        last.record()
-        last.synchronize()
-        return first.elapsed_time(last) / 1e3 / times
+        return seconds_on_gpu(call, times)
     started = time.perf_counter()
     for _ in range(times):
         call()

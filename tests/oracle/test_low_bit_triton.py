@@ -246,7 +246,7 @@ def test_the_fastest_tile_is_measured_once_and_kept(
         call()
         return -recorder.launches[-1].options["BLOCK_N"]
 
-    monkeypatch.setattr(triton, "seconds_on_gpu", seconds)
+    monkeypatch.setattr(triton, "median_seconds", seconds)
     layer = GroupedLinear(INT4_G128(torch.randn(64, 256)), None)
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(1, 256, dtype=BF16, device="cuda")

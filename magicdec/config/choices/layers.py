@@ -56,10 +56,11 @@ def check_low_bit(low_bit: str | None, device: str, machine: Machine) -> None:
     if device != "cuda" or low_bit in (None, "int8"):
         return
     obstacle = machine.missing_backends.get(ELEMENTWISE_ON_CUDA)
+    other = "int8"
     if low_bit == FP8 and machine.fp8_obstacle is not None:
         obstacle = machine.fp8_obstacle
+        other = "int4_g128"
     if obstacle:
-        other = "int4_g128" if low_bit == FP8 and obstacle == machine.fp8_obstacle else "int8"
         raise ValueError(f"--draft_weights {low_bit} --device cuda: {obstacle}; or choose {other}")
 
 

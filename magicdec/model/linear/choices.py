@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from magicdec.kernels.build import library_folder, write_whole
+from magicdec.kernels.gpu_clock import seconds_on_gpu
 from magicdec.model.linear.tiles import Tile
 
 SAMPLES = 7
@@ -67,16 +68,7 @@ def choices_on(device: torch.device) -> TileChoices:
     return TileChoices(library_folder() / f"tiles-{name}.json")
 
 
-def seconds_on_gpu(call: Callable[[], object]) -> float:
-    """Median seconds of a call, by events on its stream, after one that compiles."""
+def median_seconds(call: Callable[[], object]) -> float:
+    """Median seconds of a call on a GPU, after one that compiles."""
     call()
-    samples = []
-    for _ in range(SAMPLES):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-        first.record()
-        for _ in range(CALLS):
-            call()
-        last.record()
-        last.synchronize()
-        samples.append(first.elapsed_time(last) / CALLS / 1e3)
-    return statistics.median(samples)
+    return statistics.median(seconds_on_gpu(call, CALLS) for _ in range(SAMPLES))

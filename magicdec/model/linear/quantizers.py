@@ -69,8 +69,7 @@ def to_int8(groups: Tensor) -> Rounded:
 
 def to_int4(groups: Tensor) -> Rounded:
     """The largest of a group is -8."""
-    scale = (largest_signed(groups) / -8).bfloat16()
-    return (groups / nonzero(scale)).round_().clamp_(-8, 7), scale, None
+    return *_cut(groups, largest_signed(groups) / -8), None
 
 
 def to_clipped_int4(groups: Tensor) -> Rounded:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from magicdec.kernels.build import load_kernels, next_power
-from magicdec.model.linear.choices import choices_on, seconds_on_gpu
+from magicdec.model.linear.choices import choices_on, median_seconds
 from magicdec.model.linear.tiles import GROUPS_OF_128, MOST_ROWS, Tile, bucket, tiles_for
 
 if TYPE_CHECKING:
@@ -147,11 +147,11 @@ def chosen_tile(
     bits = f"{numbers.bits} bits{' with a minimum' if minimum is not None else ''}"
     kind = f"{len(weight)}x{width}, {bits}, {bucket(num_rows, GROUPS_OF_128)} rows"
 
-    def time(tile: Tile) -> float:
-        return seconds_on_gpu(lambda: multiply_groups(x, weight, scale, minimum, numbers, tile))
+    def seconds_of(tile: Tile) -> float:
+        return median_seconds(lambda: multiply_groups(x, weight, scale, minimum, numbers, tile))
 
     can_measure = not torch.cuda.is_current_stream_capturing()
-    return choices_on(x.device).choose(kind, tiles, time if can_measure else None)
+    return choices_on(x.device).choose(kind, tiles, seconds_of if can_measure else None)
 
 
 def round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:

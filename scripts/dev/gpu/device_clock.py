@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from magicdec.hardware.timing import seconds_of
 
 
 def median_seconds(
@@ -17,25 +18,10 @@ def median_seconds(
     CUDA the times come from events on the stream and include waiting for the host."""
     samples = []
     for repeat in range(repeats + 3):
-        seconds = _sample(device, call, calls) / calls
+        seconds = seconds_of(call, device, calls)
         if repeat >= 3:
             samples.append(seconds)
     return statistics.median(samples)
-
-
-def _sample(device: torch.device, call: Callable[[], Any], calls: int) -> float:
-    if device.type != "cuda":
-        started = time.perf_counter()
-        for _ in range(calls):
-            call()
-        return time.perf_counter() - started
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-    first.record()
-    for _ in range(calls):
-        call()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / 1e3
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
