@@ -388,7 +388,7 @@ def test_a_gpu_reads_many_times_between_two_events(
     assert len(sums) == 3 * timing.GPU_SUMS >= 60
     assert waits == {
         "hardware/timing.synchronize: synchronize": 3,
-        "hardware/timing.seconds_of: synchronize": 3,
+        "kernels/gpu_clock.seconds_on_gpu: synchronize": 3,
     }
 
 
