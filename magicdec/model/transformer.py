@@ -116,9 +116,8 @@ class Transformer(nn.Module):
         self.config = config
         self.shard = shard
         self.layers = range(config.num_layers) if layers is None else layers
-        assert (
-            self.layers.step == 1 and 0 <= self.layers.start < self.layers.stop <= config.num_layers
-        )
+        assert self.layers.step == 1
+        assert 0 <= self.layers.start <= self.layers.stop <= config.num_layers
         self.is_last = self.layers.stop == config.num_layers
         self.has_embedding = self.layers.start == 0 if has_ends is None else has_ends
         self.has_head = self.is_last if has_ends is None else has_ends

@@ -38,13 +38,13 @@ def check_head(target: ModelSource, draft: ModelSource, is_staged: bool) -> None
     is_mtp = draft.config.is_mtp
     label = f"--draft {MTP if is_mtp else f'{EAGLE_PREFIX}{draft.name}'}"
     model = target.config
+    if is_mtp:
+        return
     if is_staged:
         raise ValueError(
             f"{label}: a head takes states of layers that stages hold apart; choose "
             "ngram or model:NAME"
         )
-    if is_mtp:
-        return
     eagle = _eagle_of(draft)
     if model.embedding_scale != 1:
         raise ValueError(

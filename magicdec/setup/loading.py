@@ -20,7 +20,7 @@ from magicdec.names import ELEMENTWISE, FP8, NARROW, PACKED, load_named
 from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
-from magicdec.runner.observers.hidden_states import HiddenStates
+from magicdec.runner.observers.hidden_states import HiddenStates, ReceivedStates
 from magicdec.setup.model_plan import (
     Kinds,
     ModelPlan,
@@ -195,8 +195,24 @@ def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
         forks=plan.forks,
     )
     if plan.state_layers:
-        runner.observers.append(HiddenStates.of(runner, plan.state_layers))
+        takes_tokens, _ = plan.ends
+        shows_them = takes_tokens and max(plan.state_layers) <= plan.layers.stop
+        kind = HiddenStates if shows_them else ReceivedStates
+        runner.observers.append(kind.of(runner, plan.state_layers))
     return runner
+
+
+def make_received_states(plan: ModelPlan, device: torch.device) -> ReceivedStates:
+    """Room for the states of a plan's tokens where no runner computes them."""
+    return ReceivedStates(
+        plan.state_layers,
+        num_rows=plan.num_rows,
+        num_texts=plan.num_rows,
+        max_tokens=plan.tokens,
+        size=plan.model.hidden_size,
+        dtype=getattr(torch, plan.kinds.dtype),
+        device=device,
+    )
 
 
 def make_draft(
@@ -207,11 +223,13 @@ def make_draft(
     goes_far_back: bool = False,
     target: ModelPlan | None = None,
     num_forks: int = 0,
+    target_part: StagePart = StagePart(),
 ) -> DraftModel | None:
     """The standalone draft model of a run, None without one. Only its ranks hold weights and a
     cache, for rows of at most `row_tokens`, which are truncated by no more than a step appends
     unless one `goes_far_back`. It shares prefixes if the `target` does (`ModelPlan.beside`), and
-    has `num_forks` more rows, which begin with blocks of others (`ModelPlan.with_forks`)."""
+    has `num_forks` more rows, which begin with blocks of others (`ModelPlan.with_forks`). A head
+    shares matrices with the `target_part`."""
     config = run.config
     source = run.draft_source
     if config.draft is None or source is None:
@@ -234,7 +252,7 @@ def make_draft(
         keep_queries(runner, config.kv)
         if isinstance(runner.model, DraftHead):
             target_plan = ModelPlan(config, run.source.config, groups.target.ranks, groups.rank)
-            model = models.get(run.source, groups.target, target_plan.kinds)
+            model = models.get(run.source, groups.target, target_plan.kinds, target_part)
             runner.model.share(model)
     first = groups.target.ranks.index(config.draft.rank_group[0])
     is_rolling = make_policy(config.kv).can_roll

@@ -3,7 +3,9 @@ has the logits of the definition, with a layer of transformers; and drafts chang
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ from magicdec.config.sections import (
     SamplingSection,
     WorkloadSection,
 )
+from magicdec.distributed.channels.message import Ends, Loopback
 from magicdec.distributed.groups import Group, Launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine.engine import Engine
@@ -51,15 +54,31 @@ from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.layer_states import StateRoom
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.runner.observers.hidden_states import HiddenStates
-from magicdec.runner.request import Batch, Request
+from magicdec.runner.observers.hidden_states import HiddenStates, ReceivedStates
+from magicdec.runner.request import Batch, Request, StepOutput
+from magicdec.runner.sampling.coupled import CoupledSampling
+from magicdec.runner.step_plan import BatchLimits
+from magicdec.setup.loading import load_kind, make_received_states
 from magicdec.setup.memory_plan import model_plans_of
+from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import SetupCache, find
 from magicdec.speculation.drafter import DraftShape
 from magicdec.speculation.head_drafter import HeadDrafter
 from magicdec.speculation.steps.speculative import Speculative
 from magicdec.speculation.steps.strategy import Setup, make_strategy
+from magicdec.systems.mdi_llm.recurrent import RecurrentPipeline, RingSpeculation
+from magicdec.systems.mdi_llm.ring_stage import Stage
+from magicdec.systems.pipeinfer.head_path_drafter import HeadPathDrafter
+from magicdec.systems.pipeinfer.messages import RunLaunch
+from magicdec.systems.pipeinfer.path_drafter import DraftRequest
+from magicdec.systems.pipeinfer.run_stage import LastStates
+from magicdec.systems.pipeinfer.system import ENDS
+from magicdec.systems.stages.spans import Spans
+from magicdec.systems.stages.stage import StageLoop
 
+DENSE = "Qwen3_5ForCausalLM"
+MIXTURE = "Qwen3_5MoeForCausalLM"
+NEXT = "Qwen3NextForCausalLM"
 VOCAB = 97
 LENGTHS = (5, 40, 1, 23)
 GAMMA = 4
@@ -159,6 +178,138 @@ def test_drafts_have_the_logits_of_the_definition(
         drafter.commit(batch.rows, Lengths.of(lengths, runner.device))
 
 
+def last_states(target: Transformer, text: list[int]) -> Tensor:
+    """[1, T, hidden] of one text, of a forward of the whole model."""
+    runner = ModelRunner(
+        target, SDPABackend(16), Group((0,), 0), 1, len(text), state_room=StateRoom(1)
+    )
+    seen = LastStates(target.config.num_layers)
+    runner.observers.append(seen)
+    runner.allocate(0)
+    runner.forward(ForwardBatch([text], [0], is_of_prompt=True))
+    assert seen.newest is not None
+    return seen.newest
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming_llm"])
+@pytest.mark.parametrize("kind", [DENSE, MIMO])
+def test_path_drafts_have_the_logits_of_the_definition(
+    kind: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two lanes in turn: after the prompt, further down a path and along others, after accepted
+    drafts and others; and of a lane's next request. States come in parts, those of wrong tokens
+    before the right ones. A window as large as the text is the whole cache."""
+    reference, plain = with_head(kind, VOCAB)
+    target, head = load(save(reference, plain, tmp_path))
+    found: list[Tensor] = []
+    read_out = MtpHead.read_out
+
+    def noted(head: MtpHead, output: Tensor) -> tuple[Tensor, Tensor]:
+        logits, state = read_out(head, output)
+        found.append(logits[0, 0])
+        return logits, state
+
+    monkeypatch.setattr(MtpHead, "read_out", noted)
+    room = 80
+    kv = KVSection(policy, room, 2)
+    places = ([target.config.num_layers], 2, 2, room, target.config.hidden_size)
+    kept = ReceivedStates(*places, torch.float32, torch.device("cpu"))
+    draft = make_draft(head, kv, 2, room, max_drafts=40)
+    drafter = HeadPathDrafter(draft, kv, kept, CoupledSampling(SamplingSection()))
+    texts = [list(random_prompts([room], VOCAB, seed)[0]) for seed in range(3)]
+    hidden = [last_states(target, text) for text in texts]
+    lengths = (20, 20, 20, 21, 24, 50, 50)
+    new = random_prompts([4], VOCAB, 9)[0]
+    paths = [(), new[:2], new, (5, 9), (texts[0][21], 4), (3,), (9, 9)]
+    for lanes in ((0, 1), (1, 0)):
+        ends = [0, 0]
+        for end, path in zip(lengths, paths, strict=True):
+            for lane in lanes:
+                number = 2 if (lane, lanes) == (0, (1, 0)) else lane
+                text = texts[number][:end]
+                begin = max(0, ends[lane] - 1)
+                wrong = torch.randn(1, 3, target.config.hidden_size)
+                for first, states in (
+                    (begin, wrong),
+                    (begin, hidden[number][:, begin : end - 1]),
+                ):
+                    tokens = tuple(texts[number][first : first + states.shape[1]])
+                    launch = RunLaunch(0, number, lane, False, 0, 0, first, tokens)
+                    drafter.keep_states(launch, states)
+                asked = DraftRequest(number, lane, ends[lane], tuple(text[ends[lane] :]), path)
+                ends[lane] = end
+                candidate = drafter.propose(asked, text)
+                expected = plain.chain(text, len(path) + 1, path)[-1]
+                torch.testing.assert_close(found[-1], expected, atol=1e-3, rtol=0)
+                share = expected.softmax(-1)[expected.argmax()]
+                assert candidate == (int(expected.argmax()), pytest.approx(float(share), abs=1e-3))
+
+
+def test_a_ring_accepts_the_drafts_of_the_definition(tmp_path: Path) -> None:
+    """Of two stages in threads, with prompts in several chunks, whose states come from the last
+    stage: after each text so many as the definition gets right."""
+    reference, plain = with_head(DENSE, VOCAB)
+    plain.fit()
+    folder = save(reference, plain, tmp_path)
+    source = find_model("--model", str(folder))
+    _, head = load(folder)
+    size = len(LENGTHS), max(LENGTHS) + NEW + GAMMA
+    runners = []
+    for layers, has_ends in ((range(3), True), (range(3, 4), False)):
+        part = load_transformer(
+            source.config,
+            source.weights,
+            Shard(),
+            layers,
+            torch.float32,
+            torch.device("cpu"),
+            has_ends=has_ends,
+        )
+        room = StateRoom(GAMMA + 2)
+        runners.append(ModelRunner(part, SDPABackend(16), Group((0,), 0), *size, state_room=room))
+    first, last = runners
+    first.observers.append(ReceivedStates.of(first, [source.config.num_layers]))
+    head.share(first.model)
+    kv = KVSection("full")
+    drafter = HeadDrafter(first, make_draft(head, kv, *size), kv, 0.0, GAMMA)
+    there = Loopback()
+    back = Loopback()
+    last_stage = StageLoop(Stage(last, True, sends_states=True), Ends(there, back), Spans())
+    thread = Thread(target=last_stage.serve, daemon=True)
+    thread.start()
+    chunk = 16
+    pipeline = RecurrentPipeline(
+        Stage(first, False),
+        Ends(back, there),
+        2,
+        2,
+        BatchLimits(size[1], prefill_tokens=2 * chunk, step_tokens=1 + GAMMA),
+        chunk,
+        speculation=RingSpeculation(first, drafter, GAMMA),
+    )
+    requests = make_requests(random_prompts(LENGTHS, VOCAB, 5), 20)
+    texts = {request.request_id: list(request.prompt_ids) for request in requests}
+    steps: list[tuple[int, int, int]] = []
+
+    def observe(ids: Sequence[int], output: StepOutput, seconds: float) -> None:
+        for row, number in enumerate(ids):
+            if output.num_accepted is not None:
+                steps.append((number, len(texts[number]), output.num_accepted[row]))
+            texts[number] += output.token_ids[row]
+
+    pipeline.serve(requests, observe)
+    pipeline.close()
+    thread.join()
+    assert sum(accepted for *_, accepted in steps) > 20
+    for number, length, accepted in steps:
+        text = texts[number]
+        drafts = [int(logits.argmax()) for logits in plain.chain(text[:length], GAMMA)]
+        following = text[length : length + GAMMA]
+        right = [a == b for a, b in zip(drafts, following, strict=False)]
+        expected = right.index(False) if False in right else len(right)
+        assert min(accepted, len(following)) == expected
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """With the tokenizer of the tiny checkpoint, and heads of which some drafts are accepted."""
@@ -174,9 +325,6 @@ def checkpoints(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
     return found
 
 
-DENSE = "Qwen3_5ForCausalLM"
-MIXTURE = "Qwen3_5MoeForCausalLM"
-NEXT = "Qwen3NextForCausalLM"
 WORKLOAD = "--dtype float32 --dataset demo --prefix_len 70 --gen_len 24 --threads 1 --ignore_eos"
 RUNS = {
     "whole cache": (DENSE, "--draft mtp --kv_policy full"),
@@ -280,6 +428,76 @@ def test_sampled_drafts_have_the_probabilities_of_the_definition(tmp_path: Path)
         torch.testing.assert_close(proposal.probabilities[row], expected, atol=1e-4, rtol=0)
 
 
+STAGES = {
+    "ring": (DENSE, "--modes inflight inflight+draft ring+draft --nproc 2 --kv_policy full"),
+    "ring, chunks, window": (
+        NEXT,
+        "--modes inflight inflight+draft ring+draft --nproc 3 --budget 33 --prefill_chunk 16 "
+        "--layer_split auto",
+    ),
+    "ring, two ranks a stage": (
+        MIMO,
+        "--modes inflight inflight+draft ring+draft --nproc 4 --kv_policy full --layer_split 1,3",
+    ),
+    "ring of one": (DENSE, "--modes inflight inflight+draft ring+draft --kv_policy full"),
+    "pipelines": (
+        DENSE,
+        "--modes inflight inflight+draft pipeline+draft pipeinfer --nproc 3 --kv_policy full",
+    ),
+    "pipelines, chunks, window": (
+        MIMO,
+        "--modes inflight inflight+draft pipeline+draft pipeinfer --nproc 2 --budget 33 "
+        "--prefill_chunk 16",
+    ),
+    "pipelines, drafts alone": (
+        NEXT,
+        "--modes inflight inflight+draft pipeline+draft pipeinfer --nproc 3 --kv_policy full "
+        "--layer_split 0,0.5,0.5",
+    ),
+    "pipelines, two ranks a stage": (
+        MIMO,
+        "--modes inflight inflight+draft pipeline+draft pipeinfer --nproc 4 --kv_policy full "
+        "--layer_split 3,1",
+    ),
+}
+AHEAD = "--pa 0 --pr 0 --pd 0"  # which would stop drafts of random models
+
+
+@pytest.mark.narrow(2)
+@pytest.mark.parametrize(("kind", "words"), STAGES.values(), ids=STAGES)
+def test_stages_accept_as_many_drafts_as_one_rank(
+    kind: str, words: str, checkpoints: dict[str, Path], command: Command, tmp_path: Path
+) -> None:
+    """From states that the last stage sends: a wrong one would not change a token, but what is
+    accepted. Windows end elsewhere, and drafts that run ahead may come too late for a busy
+    machine."""
+    out = tmp_path / "out.jsonl"
+    line = ["--num_requests", "5", "--concurrency", "3", "--gamma", "3", "--draft", "mtp"]
+    line += [*words.split(), *WORKLOAD.split(), "--out", str(out)]
+    line += AHEAD.split() if "pipeinfer" in words else []
+    ended = command("serve", "--model", checkpoints[kind], *line)
+    assert ended.code == 0, ended.err
+    records = [json.loads(text) for text in out.read_text().splitlines()]
+    assert [record["status"] for record in records] == ["verified"] * len(records)
+    emitted = [record["metrics"]["mean_acceptance_length"] for record in records]
+    assert min(emitted[1:3]) > 1.05
+    assert emitted[2] == emitted[1] or "--budget" in words
+
+
+def test_the_plan_has_the_bytes_of_what_a_head_shares(checkpoints: dict[str, Path]) -> None:
+    """Where no stage is, and of the states that come."""
+    cpu = torch.device("cpu")
+    for folder in checkpoints.values():
+        workload = WorkloadSection(prefix_len=70, gen_len=16, batch_size=3)
+        asked = RunConfig(ModelSection(str(folder), "float32"), workload=workload)
+        run = find(asked.with_draft("mtp"), Launch(), SetupCache())
+        plan = ModelPlan(run.config, run.source.config, (0,), 0, ENDS, row_tokens=90)
+        ends = load_kind(run.source, Shard(), plan.kinds, cpu, ENDS)
+        assert plan.weight_bytes == sum(x.nbytes for x in ends.parameters()) > 0
+        assert plan.kv_bytes == 0
+        assert plan.state_bytes == make_received_states(plan, cpu).num_bytes
+
+
 @pytest.mark.parametrize("linear", ["torch", "packed"])
 def test_the_plan_has_the_bytes_of_the_head(linear: str, checkpoints: dict[str, Path]) -> None:
     """Those that it holds without what is the target's, and those that a forward reads with it."""
@@ -307,8 +525,7 @@ REFUSED = {
     "serve --draft mtp --modes inflight+draft --prefix_cache --kv_offload host": (
         "--kv_offload host: host memory holds no states"
     ),
-    "serve --draft mtp --modes pipeline+draft --nproc 2": "--draft mtp: a head takes states",
-    "serve --draft mtp --modes ring+draft --nproc 2": "--draft mtp: a head takes states",
+    "serve --draft ngram+mtp --modes ring+draft --nproc 2": "drafts from one source; choose ngram",
     "plan --draft mtp --draft_weights int8 --acceptance 0.8 --bandwidth 9 --flops 9": (
         "--draft_weights int8: the head of --draft mtp"
     ),

@@ -218,7 +218,8 @@ class Executor:
             call.queries = seen.queries.data_ptr()
         state_layers = forward.state_layers
         if state_layers:
-            numbers = (ctypes.c_int64 * len(state_layers))(*state_layers)
+            first = self.model.layers.start
+            numbers = (ctypes.c_int64 * len(state_layers))(*(n - first for n in state_layers))
             hidden = self.config.hidden_size
             seen.states = torch.empty(
                 len(state_layers), num_rows, num_new, hidden, dtype=self.dtype

@@ -101,3 +101,11 @@ class HiddenStates(ForwardObserver):
             return rows.unsqueeze(1), positions
         size = self._cache.shape.block_size
         return self._cache.block_table[rows.unsqueeze(1), positions // size], positions % size
+
+
+class ReceivedStates(HiddenStates):
+    """States after layers that another stage has, which sends them: forwards of this stage do not
+    show them."""
+
+    def wants(self, forward: EnqueuedForward) -> bool:
+        return False

@@ -27,11 +27,12 @@ from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.engine.arrivals import Arrivals
 from magicdec.engine.scheduler import Scheduler
 from magicdec.hardware.timing import Clock, GroupClock, RealClock
-from magicdec.kv.cache import BatchRows, Lengths
+from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.forward_batch import Tokens
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.observers.draft_log import DraftLog
+from magicdec.runner.observers.hidden_states import ReceivedStates
 from magicdec.runner.request import (
     Batch,
     Observer,
@@ -45,6 +46,7 @@ from magicdec.runner.sampling.metadata import SamplingMetadata
 from magicdec.runner.sampling.model_tokens import Proposal, judge, next_tokens
 from magicdec.runner.step_plan import BatchLimits, StepObserver, StepPlan
 from magicdec.setup.loading import LoadedModels, make_draft
+from magicdec.setup.model_plan import StagePart
 from magicdec.setup.prepare import Prepared
 from magicdec.speculation.draft_length import FixedLength
 from magicdec.speculation.drafter import Drafter, DraftSetup, DraftShape, make_drafter
@@ -185,6 +187,24 @@ class RingRun:
         return ENDS_PROMPT if self.is_wanted else IN_PROMPT
 
 
+@dataclass(frozen=True)
+class SentTokens:
+    """Token ids [B, T] of a message, and their positions in the texts of `rows`."""
+
+    rows: Tensor
+    positions: Tensor
+    token_ids: Tensor
+
+    @classmethod
+    def of(cls, runner: ModelRunner, rows: Sequence[int], token_ids: Tokens) -> SentTokens:
+        """Tokens that `runner` appends next."""
+        device = runner.device
+        ids = token_ids if isinstance(token_ids, Tensor) else upload(token_ids, device)
+        lengths = upload([runner.cache.lengths[row] for row in rows], device)
+        steps = torch.arange(ids.shape[1], device=device)
+        return cls(upload(rows, device), lengths.unsqueeze(1) + steps, ids)
+
+
 class RecurrentPipeline:
     """The first stage of the ring. `limits` are per lane. `spans`, `samples` (whose tokens each run
     had) and `prompts` (runs of prompts) are of the last call of `serve`."""
@@ -218,7 +238,9 @@ class RecurrentPipeline:
         self.samples = list[list[int]]()
         self.prompts = set[int]()
         # Their numbers, when they were sent, and what they are.
-        self._under_way: deque[tuple[int, float, RingRun]] = deque()
+        self._under_way: deque[tuple[int, float, RingRun, SentTokens | None]] = deque()
+        # From which a head drafts; they come home. None without a head, and of a ring of one stage.
+        self._states = stage.runner.observer(ReceivedStates)
         self._idle_lanes = list(self.lanes)
         self._arrivals = Arrivals([])  # those that have not arrived yet
         self._watch: StepObserver
@@ -251,8 +273,10 @@ class RecurrentPipeline:
                 continue
             message = self.ends.inbound.receive()
             arrived_s = time.perf_counter()
-            run, sent_s, flight = self._under_way.popleft()
+            run, sent_s, flight, sent = self._under_way.popleft()
             assert message.run == run, "messages come home in their order"
+            if sent is not None:
+                self._keep_states(sent, message)
             num_prompts = len(self.prompts)
             with naming(f"step of message {run}"):
                 output = self._land(flight, message)
@@ -335,14 +359,24 @@ class RecurrentPipeline:
         lengths = [r.num_cached for r in flight.requests] if status == VERIFY else []
         run = len(self.samples)
         begun_s = time.perf_counter()
+        sent = None
+        if self._states is not None:
+            sent = SentTokens.of(self.stage.runner, rows, token_ids)
         with self.spans.during(SpanKind.STAGE, run):
             out = self.stage.forward(token_ids, rows, status)
         kind = Kind.VOID if out is None else Kind.HIDDEN
         self.ends.outbound.send(Message(kind, run, status, (*rows, *lengths), out))
-        self._under_way.append((run, begun_s, flight))
+        self._under_way.append((run, begun_s, flight, sent))
         self.samples.append([request.request_id for request in flight.requests])
         if not flight.is_decode:
             self.prompts.add(run)
+
+    def _keep_states(self, sent: SentTokens, message: Message) -> None:
+        """Keep the states of all tokens of a message for a head."""
+        assert self._states is not None, "a head drafts"
+        assert message.payload is not None, "the last stage sends states"
+        states = message.payload.unsqueeze(0)
+        self._states.write(sent.rows, sent.positions, sent.token_ids, states)
 
     def _land(self, flight: RingRun, message: Message) -> StepOutput | None:
         """Commit the tokens of a message, free rows of ended requests, and update the drafter.
@@ -352,7 +386,11 @@ class RecurrentPipeline:
         assert message.payload is not None, "the last stage sends what is wanted"
         requests = flight.requests
         lane = flight.lane
-        logits = message.payload if self.stage.is_whole else self.stage.logits(message.payload)
+        if self.stage.is_whole:
+            logits = message.payload
+        else:
+            hidden = message.payload if flight.draft is not None else message.payload[:, -1:]
+            logits = self.stage.logits(hidden)
         output = self._tokens(flight, logits)
         clock = self.shared_clock if self._arrivals.is_timed else self.clock
         output = lane.scheduler.commit(Batch(requests), output, clock.now())
@@ -406,13 +444,21 @@ def max_gamma_of(config: ResolvedConfig) -> int:
 
 
 def make_speculation(
-    run: Prepared, runner: ModelRunner, groups: ParallelGroups, models: LoadedModels
+    run: Prepared,
+    runner: ModelRunner,
+    groups: ParallelGroups,
+    models: LoadedModels,
+    part: StagePart,
 ) -> RingSpeculation:
-    """The drafter of `run` on the first stage. A draft model is on its first rank alone."""
+    """The drafter of `run` on the first stage, which has a `part` of the target. A draft model is
+    on its first rank alone, and a head on all of its ranks, whose matrices it shares."""
     config = run.config
     assert config.decoding.drafter is not None, "the run drafts"
-    groups = replace(groups, draft=Group((0,), 0) if groups.rank == 0 else None)
-    draft = make_draft(run, groups, models, runner.max_tokens)
+    drafting: Group | None = groups.target
+    if not config.decoding.has_mtp_head:
+        drafting = Group((0,), 0) if groups.rank == 0 else None
+    groups = replace(groups, draft=drafting)
+    draft = make_draft(run, groups, models, runner.max_tokens, target_part=part)
     setup = DraftSetup(runner, config.decoding, config.kv, draft, run.corpus)
     drafter = make_drafter(config.decoding.drafter, setup)
     return RingSpeculation(runner, drafter, config.decoding.max_draft_forwards)

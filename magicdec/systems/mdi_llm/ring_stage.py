@@ -3,7 +3,8 @@
 A HIDDEN message has the hidden states of new tokens of the rows in its `words`. With status WANTED,
 or ENDS_PROMPT of the last part of a prompt, the last stage sends home the last token's hidden
 state, with VERIFY those of all tokens (newest and drafts), and VOID for the other parts of a
-prompt. The words of VERIFY also say how many tokens each row keeps.
+prompt. The words of VERIFY also say how many tokens each row keeps. For a head that drafts on the
+first stage from hidden states, the last stage sends home those of all tokens.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Stage:
 
     runner: ModelRunner
     is_last: bool
+    sends_states: bool = False  # of all tokens, also of those whose logits nobody needs
 
     @property
     def num_layers(self) -> int:
@@ -52,14 +54,15 @@ class Stage:
     def forward(self, x: Tokens, rows: Sequence[int], status: int) -> Tensor | None:
         """Hidden states to send on, complete, from token ids [B, T] or hidden states [B, T,
         hidden]; None if nobody needs them. The last stage gives the last token's alone, unless
-        status is VERIFY."""
+        status is VERIFY or it `sends_states`."""
         for row in rows:
             if not self.runner.cache.blocks[row]:
                 self.runner.allocate(row)
-        num_outputs = None if status == VERIFY else min(status, 1)
+        gives_all = status == VERIFY or self.sends_states
+        num_outputs = None if gives_all else min(status, 1)
         out = self.compute(x, rows, num_outputs, status in (IN_PROMPT, ENDS_PROMPT))
         wait_for_stream(out.device)
-        return out if status or not self.is_last else None
+        return out if status or self.sends_states or not self.is_last else None
 
     def compute(
         self, x: Tokens, rows: Sequence[int], num_outputs: int | None, is_of_prompt: bool

@@ -76,6 +76,9 @@ class MDILLM(StagedSystem):
         check_split(read_split(self.settings.layer_split).stages, grid, models.source)
         self.check_stages(models, grid.tensor_parallel, grid.world_size < launch.world_size)
         config = models.config.on_ranks(grid.ranks_of(self.stage_number))
+        if config.decoding.has_mtp_head:
+            assert config.draft is not None, "the head drafts"
+            config = replace(config, draft=replace(config.draft, rank_group=grid.ranks_of(0)))
         self.run = self.complete(replace(models, config=config), cache)
         step = DecodeStep(self.settings.batch_size, options.mean_context, max_gamma_of(config))
         tokens = f" and {step.gamma} drafts" if step.gamma else ""
@@ -89,6 +92,9 @@ class MDILLM(StagedSystem):
     def computes(self) -> bool:
         return self.launch.rank < self.grid.world_size
 
+    def part(self, stage: int) -> StagePart:
+        return StagePart(self.layers[stage], has_ends=stage == 0)
+
     def model_plans(self, serving_pass: Pass, rank: int) -> list[ModelPlan]:
         stage = self.grid.stage_of(rank)
         if stage >= self.grid.num_stages:
@@ -97,8 +103,7 @@ class MDILLM(StagedSystem):
         if not serving_pass.is_drafting:
             config = config.without_drafts()
         target, *drafts = model_plans_of(config, self.run.models, rank)
-        part = StagePart(self.layers[stage], has_ends=stage == 0)
-        return [replace(target, part=part, rewound=rewound_by_step(config)), *drafts]
+        return [replace(target, part=self.part(stage), rewound=rewound_by_step(config)), *drafts]
 
     def open(self, serving_pass: Pass, device: torch.device, progress: Progress) -> None:
         if self.groups is None:
@@ -147,6 +152,8 @@ class OpenRing:
         # Tokens of a message of a whole lane that decodes.
         self.lane_tokens = settings.batch_size * (1 + self.max_gamma)
         self.max_tokens = max_tokens(ring.run.config.without_drafts()) + self.max_gamma
+        has_head = ring.run.config.decoding.has_mtp_head
+        self.has_head = is_drafting and has_head  # which drafts from states that come home
         self.stage = self._load_stage(serving_pass) if ring.computes else None
         limits = BatchLimits(
             self.max_tokens,
@@ -161,7 +168,8 @@ class OpenRing:
         self.speculation: RingSpeculation | None = None
         if self.stage is not None and ring.stage_number == 0:
             if is_drafting:
-                self.speculation = make_speculation(ring.run, self.stage.runner, groups, models)
+                runner = self.stage.runner
+                self.speculation = make_speculation(ring.run, runner, groups, models, ring.part(0))
             self.pipeline = RecurrentPipeline(
                 self.stage,
                 self.ends,
@@ -176,7 +184,9 @@ class OpenRing:
         ring = self.ring
         plan = ring.model_plans(serving_pass, ring.launch.rank)[0]
         runner = make_runner(plan, ring.run.source, self.groups.target, self.models)
-        return Stage(runner, runner.model.is_last)
+        is_last = runner.model.is_last
+        sends_states = self.has_head and is_last and not runner.model.has_head
+        return Stage(runner, is_last, sends_states)
 
     def _connect(self, depth: int, chunk: int) -> tuple[MessageForm, Ends]:
         """The form of messages and this rank's ends, for `depth` messages under way and prompt
@@ -187,7 +197,8 @@ class OpenRing:
         num_words = ring.settings.batch_size * (2 if self.is_drafting else 1)
         form = MessageForm(width, dtype, num_words)
         # Whatever is on its way home must fit, since the first stage may be sending meanwhile.
-        least = max(LEAST_CAPACITY, depth * form.num_bytes(self.lane_tokens))
+        sent_home = max(self.lane_tokens, chunk) if self.has_head else self.lane_tokens
+        least = max(LEAST_CAPACITY, depth * form.num_bytes(sent_home))
         capacity = max(least, min(depth * form.num_bytes(chunk), MOST_CAPACITY))
         connector = ring.connector(form, self.models.device, depth, capacity)
         return form, connector.ring(ring.grid)

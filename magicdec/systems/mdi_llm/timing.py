@@ -24,6 +24,8 @@ from magicdec.systems.mdi_llm.ring_stage import ENDS_PROMPT, VERIFY, WANTED, Sta
 from magicdec.systems.stages.auto_split import STEPS, DecodeStep, Timer, Timing, time_messages
 from magicdec.systems.stages.spans import SpanKind
 
+FIRST_END = StagePart(range(1), has_ends=True)
+
 
 @dataclass
 class FilledStage(Stage):
@@ -40,7 +42,8 @@ class FilledStage(Stage):
         if num_tokens == self.num_tokens:
             return super().compute(x, rows, num_outputs, is_of_prompt)
         self.runner.cache.advance(rows, num_tokens)
-        return next(model.parameters()).new_zeros(len(x), 1, model.config.hidden_size)
+        count = num_tokens if self.sends_states else 1
+        return next(model.parameters()).new_zeros(len(x), count, model.config.hidden_size)
 
 
 class RingTiming(Timing):
@@ -50,17 +53,22 @@ class RingTiming(Timing):
     growth = STEPS + 1
 
     def end_of(self, stage: int) -> StagePart | None:
-        return StagePart(range(1), True) if stage == 0 else None
+        return FIRST_END if stage == 0 else None
 
     def timer(self, runner: ModelRunner, has_ends: bool, groups: ParallelGroups) -> Timer:
-        stage = FilledStage(runner, is_last=False, num_tokens=self.step.num_tokens)
+        stage = FilledStage(
+            runner,
+            is_last=False,
+            sends_states=self.config.decoding.has_mtp_head,
+            num_tokens=self.step.num_tokens,
+        )
         if not has_ends:
             return partial(time_passing, stage, self.step)
         speculation = None
         if self.step.gamma:
             models = LoadedModels(runner.device, make_progress(False))
             run = replace(self.run, config=self.config)
-            speculation = make_speculation(run, runner, groups, models)
+            speculation = make_speculation(run, runner, groups, models, FIRST_END)
             speculation.is_padded = True
             speculation.drafter.pa = 0.0
         return partial(self.time_first, stage, speculation)

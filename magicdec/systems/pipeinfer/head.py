@@ -210,6 +210,7 @@ class Head:
         self._committed_s: dict[int, float] = {}  # when each request had its newest token
         self._results: deque[Message] = deque()
         self._answer: Message | None = None  # of the drafter
+        self._launched: dict[int, RunLaunch] = {}  # by their numbers in messages
         self._is_drafting = False
 
     def serve(self) -> None:
@@ -277,6 +278,10 @@ class Head:
     def _result(self, message: Message) -> None:
         is_void = message.kind is Kind.VOID
         run = message.run - self.first_run
+        launch = self._launched.pop(message.run)
+        if message.payload is not None and self.drafts is not None:  # before they are committed
+            states = Message(Kind.HIDDEN, words=launch.to_words(), payload=message.payload)
+            self.drafts.send(states)
         self.spans.moment(SpanKind.RESULT, message.run, int(is_void))
         if is_void:
             return self._do(self.scheduler.result(run, None))
@@ -334,6 +339,7 @@ class Head:
         run = self.first_run + launch.run
         what = SpanKind.LAUNCH if self.requests[launch.request].output_ids else SpanKind.PROMPT
         self.spans.moment(what, run, launch.num_rows)
+        self._launched[run] = launch
         self.launches.send(Message(Kind.HIDDEN, run, words=launch.to_words()))
 
     def _begin(self, launch: RunLaunch) -> None:

@@ -4,9 +4,10 @@ after a path that follows a request's committed text."""
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from magicdec.runner.step_plan import PrefillChunk
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import make_draft_kv
 from magicdec.speculation.suffix_index import Lookup, SuffixIndex
-from magicdec.systems.pipeinfer.messages import Candidate
+from magicdec.systems.pipeinfer.messages import Candidate, RunLaunch
 from magicdec.systems.stages.spans import SpanKind
 
 
@@ -66,7 +67,12 @@ def candidate_of(message: Message) -> Candidate | None:
     return message.words[0], probability
 
 
-class PathDrafter(Protocol):
+class PathDrafter(ABC):
+    def keep_states(self, launch: RunLaunch, states: Tensor) -> None:  # noqa: B027
+        """Take the target's hidden states [1, T, hidden] of the rows of a run, after the last
+        layer, which are sent to drafters with a head."""
+
+    @abstractmethod
     def propose(self, step: DraftRequest, text: list[int]) -> Candidate | None:
         """The candidate after the path that follows `text`, if there is one. A request without a
         path announces a text."""
@@ -80,6 +86,9 @@ class PathDraftHandler:
         self.texts: dict[int, list[int]] = {}  # the committed text of each lane
 
     def answer(self, message: Message) -> tuple[Message | None, int | None]:
+        if message.payload is not None:
+            self.drafter.keep_states(RunLaunch.from_words(message.words), message.payload)
+            return None, None
         step = DraftRequest.from_message(message)
         text = self.texts.setdefault(step.lane, [])
         text[step.kept :] = step.new
@@ -87,7 +96,7 @@ class PathDraftHandler:
         return (None, None) if step.path is None else (pack_candidate(message.run, candidate), 0)
 
 
-class LookupPathDrafter:
+class LookupPathDrafter(PathDrafter):
     """Prompt lookup: the token after the path's longest suffix in the committed text, with
     probability 1."""
 
@@ -131,7 +140,7 @@ class HeldText:
         del self.tokens[:count], self.candidates[:count]
 
 
-class ModelPathDrafter:
+class ModelPathDrafter(PathDrafter):
     """A drafting model with its own KV cache, a row per lane, read by a KV policy. In
     self-speculation it is the target, whose own KV is divided among the stages.
 
@@ -206,12 +215,27 @@ class ModelPathDrafter:
         V]."""
         logits = logits[0, :, : self.vocab_size]
         counts = range(first, first + len(logits))
-        if self.sampling.has_penalties:
-            texts = [[*held.output, *held.tokens[:count]] for count in counts]
-            logits = self.sampling.penalised(logits, held.prompt, texts)
-        positions = [held.committed + count for count in counts]
-        probs = self.sampling.perturbed(logits, held.request, positions).float().softmax(dim=-1)
-        best = probs.max(dim=-1)
-        # A token is exact in float64, so that the host reads once.
-        both = torch.stack([best.indices.double(), best.values.double()], dim=1).tolist()
-        held.candidates += [(int(token), share) for token, share in both]
+        texts = [[*held.output, *held.tokens[:count]] for count in counts]
+        following = [held.committed + count for count in counts]
+        held.candidates += best_candidates(
+            self.sampling, logits, held.request, held.prompt, texts, following
+        )
+
+
+def best_candidates(
+    sampling: CoupledSampling,
+    logits: Tensor,
+    request: int,
+    prompt: Sequence[int],
+    texts: Sequence[Sequence[int]],
+    following: Sequence[int],
+) -> list[Candidate]:
+    """What `sampling` would choose by the logits [T, V] of a drafter, for the positions `following`
+    of a request, after its prompt and outputs `texts`."""
+    if sampling.has_penalties:
+        logits = sampling.penalised(logits, prompt, texts)
+    probs = sampling.perturbed(logits, request, following).float().softmax(dim=-1)
+    best = probs.max(dim=-1)
+    # A token is exact in float64, so that the host reads once.
+    both = torch.stack([best.indices.double(), best.values.double()], dim=1).tolist()
+    return [(int(token), share) for token, share in both]

@@ -2,7 +2,8 @@
 
 A HIDDEN message has the words of a `RunLaunch` and the hidden states of its rows. A cancelled or
 skipped run goes on as VOID. The last stage answers with NUMBERS: the next token of each row that
-asked for one, and its margin (largest logit minus second, `floats_of`; NaN if not finite).
+asked for one, and its margin (largest logit minus second, `floats_of`; NaN if not finite). For a
+head that drafts from them, the answer has the hidden states of all rows after the last layer too.
 
 Stages of the head's host map one board of cancelled runs in shared memory; a thread fills the board
 of another stage from a channel.
@@ -29,7 +30,14 @@ from magicdec.distributed.channels.message import (
     wait_for_stream,
     words_of,
 )
-from magicdec.runner.forward_batch import Cancellation, Cancelled, ForwardBatch, Tokens
+from magicdec.runner.forward_batch import (
+    Cancellation,
+    Cancelled,
+    EnqueuedForward,
+    ForwardBatch,
+    ForwardObserver,
+    Tokens,
+)
 from magicdec.runner.model_runner import ModelRunner, gather_vocab, sums_of
 from magicdec.runner.sampling.coupled import CoupledSampling
 from magicdec.systems.pipeinfer.messages import RunLaunch
@@ -138,6 +146,20 @@ class LaneText:
         return [self.tokens[self.num_prompt : place + 1] for place in launch.positions]
 
 
+class LastStates(ForwardObserver):
+    """The hidden states [1, T, hidden] of a run's rows after the last of `num_layers` layers."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.state_layers = (num_layers,)
+        self.newest: Tensor | None = None
+
+    def wants(self, forward: EnqueuedForward) -> bool:
+        return True
+
+    def on_states(self, forward: EnqueuedForward, states: Tensor) -> None:
+        self.newest = states[0]
+
+
 class RunStage:
     """A stage of pipelined speculation, with a cache row per lane, cut at a run's first position
     before the run is appended. The last stage chooses tokens by `sampling`.
@@ -147,6 +169,7 @@ class RunStage:
     """
 
     what: ClassVar[SpanKind] = SpanKind.STAGE
+    states: LastStates | None = None  # if answers have them
 
     def __init__(
         self,
@@ -165,6 +188,13 @@ class RunStage:
         for row in range(runner.num_rows):
             runner.allocate(row)
 
+    def send_states(self, is_wanted: bool) -> None:
+        """Let answers have hidden states from now on, or no longer, if this is the last stage."""
+        model = self.runner.model
+        is_shown = is_wanted and model.has_head
+        self.states = LastStates(model.config.num_layers) if is_shown else None
+        self.runner.set_observer(LastStates, self.states)
+
     def answer(self, message: Message) -> tuple[Message, int]:
         run = message.run
         launch = RunLaunch.from_words(message.words)
@@ -181,7 +211,8 @@ class RunStage:
         except Cancelled as cancelled:
             return Message(Kind.VOID, run, words=message.words), cancelled.num_layers
         if isinstance(out, tuple):
-            return Message(Kind.NUMBERS, run, words=out), self.num_layers
+            payload = None if self.states is None else self.states.newest
+            return Message(Kind.NUMBERS, run, words=out, payload=payload), self.num_layers
         return Message(message.kind, run, words=message.words, payload=out), self.num_layers
 
     def _takes_prompt(self, launch: RunLaunch) -> bool:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from magicdec.systems.pipeinfer.drawn_drafts import DRAFT_PROBABILITY, draw_right
 from magicdec.systems.pipeinfer.messages import Candidate
-from magicdec.systems.pipeinfer.path_drafter import DraftRequest
+from magicdec.systems.pipeinfer.path_drafter import DraftRequest, PathDrafter
 from magicdec.systems.stages.emulation import EmulatedTime, following_tokens
 
 
-class ScriptedPathDrafter:
+class ScriptedPathDrafter(PathDrafter):
     """A drafter of known outputs. Output token i is right if `is_right[i]`. A step takes
     `seconds`."""
 

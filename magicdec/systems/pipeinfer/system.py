@@ -26,7 +26,12 @@ from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.coupled import CoupledSampling
-from magicdec.setup.loading import LoadedModels, make_draft, make_runner
+from magicdec.setup.loading import (
+    LoadedModels,
+    make_draft,
+    make_received_states,
+    make_runner,
+)
 from magicdec.setup.memory_plan import model_plans_of
 from magicdec.setup.model_plan import ModelPlan, StagePart, max_tokens
 from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache
@@ -35,6 +40,7 @@ from magicdec.systems.pipeinfer import messages
 from magicdec.systems.pipeinfer.declaration import PipeInferSettings
 from magicdec.systems.pipeinfer.details import Observed, speculation_metrics
 from magicdec.systems.pipeinfer.head import PipelineRank, connect_ranks
+from magicdec.systems.pipeinfer.head_path_drafter import HeadPathDrafter
 from magicdec.systems.pipeinfer.options import PIPELINE_WITH_DRAFT
 from magicdec.systems.pipeinfer.path_drafter import (
     LookupPathDrafter,
@@ -55,6 +61,8 @@ from magicdec.systems.stages.clocks import clocks_of, gather_spans
 from magicdec.systems.stages.spans import SpanKind
 from magicdec.systems.stages.staged import StagedSystem
 from magicdec.systems.system import PassObserver, PassTrace, StepShape, SystemDetails
+
+ENDS = StagePart(range(0), has_ends=True)  # the embedding, the final norm and the head
 
 
 class PipeInfer(StagedSystem):
@@ -125,13 +133,31 @@ class PipeInfer(StagedSystem):
         if len(layers):
             config = self.run.config.on_ranks(self.layout.group_of(rank))
             (target,) = model_plans_of(config, self.run.models, rank)
-            row_tokens = max_tokens(config) + self.past_end
             part = StagePart(layers)
-            plans.append(replace(target, part=part, row_tokens=row_tokens, rewound=None))
+            plans.append(replace(target, part=part, row_tokens=self.row_tokens, rewound=None))
+        if self.has_head and rank == self.layout.draft_rank:
+            plans.append(self._ends_plan())
         if self.drafting is not None:
             drafts = model_plans_of(self.drafting.config, self.run.models, rank)[1:]
             plans += [replace(draft, rewound=None) for draft in drafts]
         return plans
+
+    @property
+    def row_tokens(self) -> int:
+        return max_tokens(self.run.config) + self.past_end
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a head drafts, from hidden states of the last stage."""
+        return self.drafting is not None and self.drafting.config.decoding.has_mtp_head
+
+    def _ends_plan(self) -> ModelPlan:
+        """The matrices of the target that a head shares, and the states from which it drafts."""
+        assert self.drafting is not None, "the head drafts"
+        ranks = (self.layout.draft_rank,)
+        config = self.drafting.config.on_ranks(ranks)
+        model = self.drafting.source.config
+        return ModelPlan(config, model, ranks, ranks[0], ENDS, row_tokens=self.row_tokens)
 
     def config_of(self, serving_pass: Pass) -> dict[str, Any]:
         config = super().config_of(serving_pass)
@@ -182,6 +208,8 @@ class PipeInfer(StagedSystem):
         self, serving_pass: Pass, requests: Sequence[Request], observer: PassObserver
     ) -> SystemDetails:
         assert self.member is not None, "it was opened"
+        if self.member.stage is not None:
+            self.member.stage.send_states(self.has_head and serving_pass.is_drafting)
         scheduler = PipelinedScheduler(
             self.settings.options(serving_pass.name, self.gamma),
             self.run.config.attention.prefill_chunk,
@@ -215,8 +243,11 @@ class PipeInfer(StagedSystem):
         config = self.drafting.config
         assert group is not None, "this rank drafts"
         groups = ParallelGroups(self.rank, self.layout.world_size, group, draft=group)
-        draft = make_draft(self.drafting, groups, models, goes_far_back=True)
+        draft = make_draft(self.drafting, groups, models, goes_far_back=True, target_part=ENDS)
         assert draft is not None, "a model drafts"
+        if self.has_head:
+            states = make_received_states(self._ends_plan(), models.device)
+            return HeadPathDrafter(draft, config.kv, states, self.sampling)
         vocab_size = self.drafting.source.config.vocab_size
         return ModelPathDrafter(draft, config.kv, vocab_size, self.sampling)
 

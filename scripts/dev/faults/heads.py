@@ -101,6 +101,54 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "A head in a ring drafts from the states of the last stage.",
+        "test_mtp.py::test_a_ring_accepts_the_drafts_of_the_definition",
+        (
+            Fault(
+                "states of a place further",
+                "systems/mdi_llm/recurrent.py",
+                "        return cls(upload(rows, device), lengths.unsqueeze(1) + steps, ids)",
+                "        return cls(upload(rows, device), lengths.unsqueeze(1) + steps + 1, ids)",
+            ),
+            Fault(
+                "the last state of a prompt alone",
+                "systems/mdi_llm/ring_stage.py",
+                "        gives_all = status == VERIFY or self.sends_states",
+                "        gives_all = status == VERIFY",
+            ),
+        ),
+    ),
+    Property(
+        "Drafts of a head that runs ahead are those of the committed text and their path.",
+        "test_mtp.py::test_path_drafts_have_the_logits_of_the_definition[Qwen3_5ForCausalLM-full]",
+        (
+            Fault(
+                "true slots on the ends of those of drafts",
+                "systems/pipeinfer/head_path_drafter.py",
+                "        self._rewind(lane, first)",
+                "        pass",
+            ),
+            Fault(
+                "slots of another path stay",
+                "systems/pipeinfer/head_path_drafter.py",
+                "        held.cut(known)",
+                "        known = len(held.tokens)",
+            ),
+            Fault(
+                "a first token in place of the one that follows",
+                "systems/pipeinfer/head_path_drafter.py",
+                "text[start + 1 : end + 1]",
+                "text[start:end]",
+            ),
+            Fault(
+                "the slots of a lane's last request",
+                "systems/pipeinfer/head_path_drafter.py",
+                "            self.held[step.lane] = HeldSlots(step.request, len(text))",
+                "            self.held[step.lane].num_prompt = len(text)",
+            ),
+        ),
+    ),
+    Property(
         "The plan of a head for multi-token prediction is what it holds, and what it reads.",
         "test_mtp.py::test_the_plan_has_the_bytes_of_the_head[torch]",
         (
