@@ -32,9 +32,10 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.config.setting import same, setting
+from magicdec.config.weight_formats import WEIGHT_FORMATS
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import Hardware, Link, load_machine, load_quiet_machine
-from magicdec.hardware.costs import DTYPE_BYTES, Deployment, mixers_of, narrow_bytes
+from magicdec.hardware.costs import DTYPE_BYTES, Deployment, mixers_of
 from magicdec.model.config import ModelConfig
 from magicdec.model.presets.presets import PRESETS, find_config
 from magicdec.names import (
@@ -461,7 +462,7 @@ def find_mtp_head(args: PlanSection, target: Deployment) -> Deployment:
         return replace(target, config=config, kv_dtype=None)
     head_bytes = model.head_bytes
     if target.low_bit != STORED:
-        head_bytes = float(narrow_bytes(target.low_bit, model.hidden_size))
+        head_bytes = float(WEIGHT_FORMATS[target.low_bit].bytes_of(model.hidden_size))
     config = replace(config, head_bytes=head_bytes)
     return replace(target, config=config, low_bit=STORED, kv_dtype=None)
 

@@ -38,7 +38,7 @@ from magicdec.config.resolved import (
     tokens_of_rows,
 )
 from magicdec.config.run_config import RunConfig
-from magicdec.names import FP8
+from magicdec.config.weight_formats import is_native
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def resolve(
         parts = StepParts(
             device,
             draft_backend,
-            "torch" if low_bit == FP8 else model.linear,
+            model.linear if is_native(low_bit) else "torch",
             model.elementwise,
             shared,
             machine.avoids_native_steps,

@@ -12,21 +12,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cache
-from math import gcd
 
+from magicdec.config.weight_formats import WEIGHT_FORMATS
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import Hardware
 from magicdec.model.config import ModelConfig
 from magicdec.model.mixers import Mixer
-from magicdec.names import FP8, STORED
+from magicdec.names import STORED
 
-GROUP = (
-    128  # inputs of an int8 matrix that share a scale, or the most of 64, 32, 16 that divide them
-)
-LEAST_GROUP = 16
-INT4_GROUPS = {"int4": (32, 32), "int4_g128": (32, 128)}  # of an int4 one, at least and at most
 # Of an int8 KV cache the bytes of a scale for each token, head, and K or V; of an int4 one the
 # dimensions of a group, and the bytes of its codes with their scale.
 SCALE_BYTES = 4
@@ -212,7 +206,7 @@ def expert_bytes(
         return round(number * (average if own is None else own)) + biases
     shapes = experts_of_layer(config, shard)
     layer_bytes = sum(
-        outputs * inputs * narrow_bytes(low_bit, inputs) for outputs, inputs in shapes
+        outputs * inputs * WEIGHT_FORMATS[low_bit].bytes_of(inputs) for outputs, inputs in shapes
     )
     return round(config.num_mixtures * layer_bytes) + biases
 
@@ -237,18 +231,7 @@ def linear_parameters(config: ModelConfig, shard: Shard) -> int:
 def low_bit_bytes(config: ModelConfig, shard: Shard, low_bit: str) -> int:
     """Bytes of this rank's matrices, head included. `low_bit`: one of DRAFT_WEIGHTS."""
     shapes = matrices(config, shard)
-    return round(sum(n * inputs * narrow_bytes(low_bit, inputs) for n, inputs in shapes))
-
-
-def narrow_bytes(low_bit: str, inputs: int) -> Fraction:
-    """Bytes of a weight of a matrix with so many inputs on this rank, with its share of a bfloat16
-    scale of a group, or of a float32 one of an output."""
-    if low_bit == FP8:
-        return 1 + Fraction(4, inputs)
-    if low_bit in INT4_GROUPS:
-        least, most = INT4_GROUPS[low_bit]
-        return Fraction(4, 8) + Fraction(2, max(least, gcd(most, inputs)))
-    return 1 + Fraction(2, max(LEAST_GROUP, gcd(GROUP, inputs)))
+    return round(sum(n * inputs * WEIGHT_FORMATS[low_bit].bytes_of(inputs) for n, inputs in shapes))
 
 
 def bytes_as_stored(

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from magicdec.attention.backend import AttentionBackend, backend_class
+from magicdec.config.weight_formats import is_native
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.kv.layout import POOL_DTYPES
@@ -16,7 +17,7 @@ from magicdec.model.checkpoint.quantization import low_bit_copy
 from magicdec.model.checkpoint.source import ModelSource, load_transformer
 from magicdec.model.draft_head import DraftHead
 from magicdec.model.transformer import Transformer
-from magicdec.names import ELEMENTWISE, FP8, NARROW, PACKED, load_named
+from magicdec.names import ELEMENTWISE, NARROW, PACKED, load_named
 from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
@@ -67,14 +68,15 @@ def load_kind(
 ) -> Transformer:
     dtype = getattr(torch, kinds.dtype)
     is_packed = kinds.linear in PACKED
-    stored_as = kinds.weights if kinds.weights in NARROW and kinds.weights != FP8 else None
+    can_round = kinds.weights in NARROW and is_native(kinds.weights)
+    stored_as = kinds.weights if can_round else None  # while it is read
     model = load_transformer(
         source.config, source.weights, shard, part.layers, dtype, device, stored_as, part.has_ends
     )
     if is_packed:
         model.pack(rounds=kinds.linear == "packed_a8")
-    if kinds.weights == FP8:
-        model = low_bit_copy(model, FP8, is_packed=False)
+    if not is_native(kinds.weights):
+        model = low_bit_copy(model, kinds.weights, is_packed=False)
     model.use(load_named(ELEMENTWISE, kinds.elementwise)())
     return_freed_memory()
     return model

@@ -12,11 +12,12 @@ from dataclasses import astuple, dataclass
 
 from magicdec.attention.backend import CallSize, backend_class
 from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.weight_formats import is_native
 from magicdec.hardware.costs import DTYPE_BYTES, linear_parameters
 from magicdec.hardware.timing import BANDWIDTH_BYTES, GPU_BANDWIDTH_BYTES
 from magicdec.model.checkpoint.weight_files import READ_ELEMENTS
 from magicdec.model.config import ModelConfig
-from magicdec.names import FP8, NARROW
+from magicdec.names import NARROW
 from magicdec.setup.model_plan import ModelPlan, max_tokens, rewound_by_pass, rewound_by_step
 from magicdec.speculation.copied_kv import COPYING_BYTES, NUMBERS_AT_ONCE
 from magicdec.speculation.observation import heads_at_once
@@ -148,7 +149,8 @@ def _loading_bytes(plan: ModelPlan) -> int:
     largest = max(vocab[1] - vocab[0], 2 * units) * model.hidden_size
     size = DTYPE_BYTES[plan.kinds.dtype]
     part = min(READ_ELEMENTS, largest)
-    if plan.kinds.weights == FP8:  # the matrices that it is made of, with the part being rounded
+    if not is_native(plan.kinds.weights):
+        # The matrices that it is made of, with the part being rounded.
         return linear_parameters(plan.part_model, shard) * size + part * 16
     if plan.kinds.weights in NARROW:
         return largest + part * (4 + 4 + 1)

@@ -12,10 +12,10 @@ from magicdec.config.capabilities import (
 )
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import flag_of
+from magicdec.config.weight_formats import LEAST_GROUP, WEIGHT_FORMATS
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.costs import (
     DTYPE_BYTES,
-    LEAST_GROUP,
     bytes_as_stored,
     linear_parameters,
     low_bit_bytes,
@@ -24,16 +24,11 @@ from magicdec.hardware.costs import (
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.checkpoint.weight_map import untie_head, weight_map
 from magicdec.model.config import ModelConfig
-from magicdec.model.linear.fp8 import MULTIPLE
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.names import (
-    DRAFT_WEIGHTS,
-    FP8,
-    QUANTIZERS,
     REFERENCE_BACKEND,
     SAME,
     STORED,
-    load_named,
 )
 from magicdec.setup.model_plan import max_tokens
 
@@ -174,9 +169,9 @@ def check_groups(
     flag: str, weights: str | None, label: str, num_ranks: int, model: ModelConfig
 ) -> None:
     """Raises ValueError if groups of low-bit weights do not divide the inputs of every matrix."""
-    if weights not in DRAFT_WEIGHTS:
+    if weights not in WEIGHT_FORMATS:
         return
-    group = MULTIPLE if weights == FP8 else load_named(QUANTIZERS, weights).least_group
+    group = WEIGHT_FORMATS[weights].least_group
     shards = [Shard(rank, num_ranks) for rank in range(num_ranks)]
     heads = [s.heads(model.num_heads, model.num_kv_heads)[0] for s in shards]
     units = [s.mlp_units(width) for s in shards for width in model.mlp_widths]

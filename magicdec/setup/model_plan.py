@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from magicdec.attention.backend import backend_class
 from magicdec.config.resolved import ResolvedConfig, tokens_of_rows
+from magicdec.config.weight_formats import WEIGHT_FORMATS, is_native
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.costs import (
     DTYPE_BYTES,
@@ -13,7 +14,6 @@ from magicdec.hardware.costs import (
     kv_bytes_per_token,
     low_bit_bytes,
     matrices,
-    narrow_bytes,
     stored_bytes,
 )
 from magicdec.kv.layer_caches import Forks, Storage, WindowRoom, storages_of
@@ -21,10 +21,9 @@ from magicdec.kv.layer_views import LayerWindows
 from magicdec.kv.prefix_cache import SnapshotRoom
 from magicdec.kv.view import WEIGHTS_BLOCK, SinksAndWindow
 from magicdec.model.config import ModelConfig
-from magicdec.model.linear.fp8 import MULTIPLE
 from magicdec.model.linear.packed import WIDTH
 from magicdec.model.mixers import STATE_BYTES
-from magicdec.names import FP8, KV_DTYPES, NARROW, PACKED, STORED
+from magicdec.names import KV_DTYPES, NARROW, PACKED, STORED
 from magicdec.runner.device_batch import NEWEST
 from magicdec.runner.layer_states import StateRoom, StateShape
 from magicdec.speculation.policies.policy import make_policy
@@ -97,8 +96,8 @@ class Kinds:
         return replace(kinds, native_steps=draft.native_steps).with_weights(draft.draft_dtype)
 
     def with_weights(self, weights: str) -> Kinds:
-        """FP8 is multiplied by torch, layer by layer."""
-        if weights == FP8:
+        """What is not native is multiplied by torch, layer by layer."""
+        if not is_native(weights):
             return replace(self, weights=weights, linear="torch", native_steps="off")
         return replace(self, weights=weights)
 
@@ -323,12 +322,12 @@ class ModelPlan:
 
     def padding_bytes(self, kinds: Kinds, has_head: bool) -> int:
         """Bytes that fill up packed matrices: outputs to whole blocks, inputs to pairs in
-        bfloat16. Outputs in FP8 to a multiple."""
-        if kinds.weights == FP8:
-            shapes = matrices(self.part_model, self.shard)
+        bfloat16. Of what is not native, outputs to a multiple."""
+        if not is_native(kinds.weights):
+            kind = WEIGHT_FORMATS[kinds.weights]
             return sum(
-                round(-outputs % MULTIPLE * inputs * narrow_bytes(FP8, inputs))
-                for outputs, inputs in shapes
+                round(-outputs % kind.output_multiple * inputs * kind.bytes_of(inputs))
+                for outputs, inputs in matrices(self.part_model, self.shard)
             )
         if kinds.linear not in PACKED:
             return 0
@@ -346,7 +345,7 @@ class ModelPlan:
             return bytes_as_stored(self.model, shapes, size, self.shard.size)
         return int(
             sum(
-                number * (size if low_bit is None else narrow_bytes(low_bit, inputs))
+                number * (size if low_bit is None else WEIGHT_FORMATS[low_bit].bytes_of(inputs))
                 for number, inputs in missing
             )
         )

@@ -10,22 +10,41 @@ import torch
 from checkpoint_files import CPU, EVEN, Q_PROJ, Tensors, make_tensors, refuse, write
 from safetensors.torch import load_file, save_file
 from tiny_families import MODELS, make_checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 
+from magicdec.config.weight_formats import WEIGHT_FORMATS
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.convert import convert, find_checkpoint, find_damage, quantized
 from magicdec.model.checkpoint.source import ModelSource, find_model, load_transformer
 from magicdec.model.checkpoint.weight_files import Index, WeightSource
 from magicdec.model.checkpoint.weight_map import untie_head, weight_map
 from magicdec.model.config import ROUTER, SHARED_GATE
-from magicdec.model.linear.grouped import GroupedNumbers
+from magicdec.model.linear.fp8 import Fp8Linear
+from magicdec.model.linear.grouped import GroupedLinear, GroupedNumbers
 from magicdec.model.linear.quantizers import CUTS, INT4, INT4_G128, INT8, Quantizer
 from magicdec.model.transformer import Transformer
-from magicdec.names import QUANTIZERS, STORED, load_named
+from magicdec.names import DRAFT_WEIGHTS, QUANTIZERS, STORED, load_named
 
 TIED = replace(EVEN, tie_word_embeddings=True)
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
+
+
+def test_what_is_known_without_tensors_is_what_is_made() -> None:
+    """Bytes of matrices, with their scales and what fills up outputs, and sizes of groups."""
+    assert tuple(WEIGHT_FORMATS) == DRAFT_WEIGHTS
+    for name, kind in WEIGHT_FORMATS.items():
+        for outputs, inputs in ((7, 96), (16, 256), (5, 192)):
+            weight = torch.randn(outputs, inputs)
+            made: nn.Module = Fp8Linear(weight, None)
+            padding = -outputs % kind.output_multiple
+            if kind.is_native:
+                quantizer = load_named(QUANTIZERS, name)
+                made = GroupedLinear(quantizer(weight), None)
+                sizes = quantizer.bits, quantizer.least_group, max(quantizer.groups)
+                assert sizes == (kind.bits, kind.least_group, kind.most_group)
+            expected = (outputs + padding) * inputs * kind.bytes_of(inputs)
+            assert sum(x.nbytes for x in made.parameters()) == expected, name
 
 
 def test_by_hand() -> None:

@@ -10,6 +10,7 @@ from magicdec.config.capabilities import capabilities_of, requirements_of
 from magicdec.config.choices.choice import Choice, How, asked_for, first_obstacle
 from magicdec.config.machine import Machine
 from magicdec.config.run_config import RunConfig
+from magicdec.config.weight_formats import is_native
 from magicdec.names import (
     ELEMENTWISE_BESIDE_PACKED,
     ELEMENTWISE_ON_CUDA,
@@ -67,7 +68,7 @@ def check_low_bit(low_bit: str | None, device: str, machine: Machine) -> None:
 def check_copy(low_bit: str | None, weights: str, native_steps: str = "auto") -> None:
     """Raises ValueError for a self-draft copy of matrices that are in this format themselves, and
     for one that native steps, which somebody asked for, cannot compute."""
-    if low_bit == FP8 and native_steps == "on":
+    if native_steps == "on" and not is_native(low_bit):
         raise ValueError(
             f"--native_steps on: not possible with --draft_weights {low_bit}; choose from auto, off"
         )
@@ -83,7 +84,7 @@ def choose_linear(
 ) -> str:
     """The kind of matrix products. Raises ValueError for one that is impossible. `auto` rounds the
     activations of numbers in groups, which is faster."""
-    has_groups = any(weight in NARROW and weight != FP8 for weight in weights)
+    has_groups = any(weight in NARROW and is_native(weight) for weight in weights)
     obstacles = {
         "it is for --device cpu": device != "cpu",
         f"it is for --dtype bfloat16 and float32, not {dtype}": dtype not in PACKED_DTYPES,
