@@ -60,6 +60,7 @@ RUN = "run --dataset demo --prefix_len 70 --gen_len 24 --B 3 --num_batches 2"
 SERVE = "serve --dataset mt_bench:{talks} --num_requests 5 --gen_len 12 --block_tokens 16"
 TALKS = f"{SERVE} --turns 3 --prefix_len 400 --concurrency 3"
 STAGES = "serve --dataset demo --num_requests 5 --gen_len 12 --prefix_len 70 --concurrency 3"
+AHEAD = "--pa 0 --pr 0 --pd 0"  # drafts of random models are too unsure to be launched otherwise
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ WAYS = (
         f"{TALKS} --modes tensor_parallel tensor_parallel+draft --nproc 2 --prefix_cache",
     ),
     Way("ring, 2 ranks", f"{STAGES} --modes ring ring+draft --nproc 2"),
-    Way("pipeline, 3 ranks", f"{STAGES} --modes pipeline pipeline+draft --nproc 3"),
-    Way("PipeInfer, 3 ranks", f"{STAGES} --modes pipeline pipeinfer --nproc 3"),
+    Way("pipeline, 3 ranks", f"{STAGES} --modes pipeline pipeline+draft --nproc 3 {AHEAD}"),
+    Way("PipeInfer, 3 ranks", f"{STAGES} --modes pipeline pipeinfer --nproc 3 {AHEAD}"),
 )
 
 
