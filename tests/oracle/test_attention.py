@@ -436,7 +436,10 @@ def test_native_weights_over_splits_and_blocks_of_queries(
 
 @pytest.mark.parametrize(
     ("is_widened", "dtype"),
-    [(False, torch.bfloat16), (True, torch.bfloat16), (False, torch.float32)],
+    [
+        (True, torch.bfloat16),
+        *((False, dtype) for dtype in KV_DTYPES),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("heads", [(6, 2, 64), (32, 2, 64)])
