@@ -301,8 +301,11 @@ private:
     template <int N, bool IS_UNPACKED>
     __attribute__((noinline)) static void score_vectors(const Left* q, const Tile& tile, const uint32_t* keys,
                                                         const uint32_t* following, int num_vectors, float* scores) {
+        // Sums of all groups and of one are in registers, if there are so many.
+        constexpr int most = NUM_SCALES > 1 && W == 16 && N * TERMS > 5 ? 1 : most_vectors<IS_UNPACKED>(N);
         auto next = reinterpret_cast<const char*>(following);
-        in_some_vectors<most_vectors<IS_UNPACKED>(N)>(num_vectors, [&]<int V>(int i) {
+        in_some_vectors<most>(num_vectors, [&]<int V>(int i) {
+            vec sums[N][V] = {};
             for (int g = 0; g < NUM_SCALES; ++g) {
                 integers s[N * TERMS][V][1] = {};
                 const auto left = [&]<int part>(int n, int term, int64_t row) {
@@ -314,14 +317,12 @@ private:
                                             InOrder{next}, s);
                 for (int v = 0; v < V; ++v) {
                     const vec scale = load_scales(tile.key_scales + g * TILE + W * (i + v));
-                    unrolled<N>([&]<int n>() {
-                        float* to = scores + n * TILE + W * (i + v);
-                        const vec part = joined(s, n, v, 0);
-                        const vec sum = g ? fused(part, scale, load(to)) : as_it_is(part * scale);
-                        store(to, g + 1 < NUM_SCALES ? sum : sum * q[n].step);
-                    });
+                    unrolled<N>([&]<int n>() { sums[n][v] = fused(joined(s, n, v, 0), scale, sums[n][v]); });
                 }
             }
+            unrolled<N>([&]<int n>() {
+                for (int v = 0; v < V; ++v) store(scores + n * TILE + W * (i + v), sums[n][v] * q[n].step);
+            });
         });
         if (!IS_UNPACKED) prefetch_scales(InOrder{next});
     }
