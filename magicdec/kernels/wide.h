@@ -122,22 +122,44 @@ inline integers pair_products(bits w, int32_t x) {
 #endif
 }
 
+// `sums` plus these, which may not exceed 32 bits. The order of several has no influence.
+inline integers add_pair_products(integers sums, bits w, int32_t x) {
+#if defined(__AVX512VNNI__)
+    return (integers)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)w, _mm512_set1_epi32(x));
+#else
+    return as_it_is(sums + pair_products(w, x));  // in place; regrouped, the products need registers that there are not
+#endif
+}
+
 // 2^x for x <= 0, in place: a polynomial (Taylor series of 2^f on [-1/2, 1/2], relative error 2e-7) times a power of two; below
-// 2^-126 the result is 2^-126. The chains of N vectors go in step, since a CPU looks ahead over few operations that wait.
+// 2^-126 the result is at most 2^-126. The chains of N vectors go in step, since a CPU looks ahead over few operations that wait.
 template <int N>
 inline void exp2_each(vec (&x)[N]) {
+    vec y[N];
+#if defined(__AVX512F__)
+    __m512 nearest[N];
+    for (int i = 0; i < N; ++i) {
+        nearest[i] = _mm512_roundscale_ps((__m512)x[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        x[i] -= (vec)nearest[i];
+        y[i] = broadcast(1.5403530e-4f);
+    }
+#else
     typedef int32_t signed_bits __attribute__((vector_size(W * 4)));
     signed_bits nearest[N];
-    vec y[N];
     for (int i = 0; i < N; ++i) {
         x[i] = larger(x[i], broadcast(-126.0f));
         nearest[i] = __builtin_convertvector(x[i] - 0.5f, signed_bits);  // rounds towards zero
         x[i] -= __builtin_convertvector(nearest[i], vec);
         y[i] = broadcast(1.5403530e-4f);
     }
+#endif
     for (const float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
         for (int i = 0; i < N; ++i) y[i] = fused(y[i], x[i], broadcast(c));
+#if defined(__AVX512F__)
+    for (int i = 0; i < N; ++i) x[i] = (vec)_mm512_scalef_ps((__m512)y[i], nearest[i]);
+#else
     for (int i = 0; i < N; ++i) x[i] = (vec)((bits)y[i] + ((bits)nearest[i] << 23));
+#endif
 }
 inline vec exp2_wide(vec x) {
     vec one[] = {x};
@@ -158,6 +180,14 @@ inline vec of_octet(bits octets, int part) {
     typedef int32_t signed_bits __attribute__((vector_size(W * 4)));
     return __builtin_convertvector((signed_bits)(octets << (28 - 4 * part)) >> 28, vec);
 }
+
+// Numbers of `of_quad` and `of_octet` as pairs of 16 bits. Part 0 has the even bytes of each entry and part 1 the odd ones; of
+// 4 bits, parts 0 and 1 have the low and high halves of even bytes, and parts 2 and 3 those of odd ones.
+typedef int16_t shorts __attribute__((vector_size(W * 4)));
+inline bits pairs_of_quad(bits quads, int part) {
+    return part ? (bits)((shorts)quads >> 8) : (bits)((shorts)((shorts)quads << 8) >> 8);
+}
+inline bits pairs_of_octet(bits octets, int part) { return (bits)((shorts)((shorts)octets << (12 - 4 * part)) >> 12); }
 
 // W bfloat16 numbers.
 inline vec load_wide(const uint16_t* p) {

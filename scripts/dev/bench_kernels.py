@@ -37,6 +37,7 @@ from magicdec.distributed.groups import read_launch
 from magicdec.distributed.start import close_groups, make_groups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.kv.cache import KVCache
+from magicdec.kv.layout import POOL_DTYPES
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import KVView, make_view
 from magicdec.model.elementwise.delta import DeltaTokens, StatePlaces, convolve
@@ -80,8 +81,13 @@ class Cell:
     @property
     def bytes(self) -> int:
         """Bytes of K and V that must be read."""
-        size = 2 if self.dtype == "bfloat16" else 4
-        return 2 * self.batch * self.kv_heads * self.head_size * (self.seq_len + self.T) * size
+        dtype = getattr(torch, self.dtype)
+        return self.bytes_of(NativeBackend(), dtype)
+
+    def bytes_of(self, backend: AttentionBackend, stored: torch.dtype) -> int:
+        """Those of a cache in this dtype."""
+        token = backend.layout(stored).token_size(self.head_size) * stored.itemsize
+        return 2 * self.batch * self.kv_heads * token * (self.seq_len + self.T)
 
     @property
     def flops(self) -> int:
@@ -112,7 +118,8 @@ def cells(quick: bool) -> list[Cell]:
 
 
 def attention_cell(cell: Cell, seconds: float) -> list[dict[str, Any]]:
-    """One row per backend. `torch_sdpa` is torch's own call on dense tensors, without the cache."""
+    """One row per backend. `torch_sdpa` is torch's own call on dense tensors, without the cache.
+    Short forwards in bfloat16 are also timed over caches of codes."""
     torch.manual_seed(0)
     dtype = getattr(torch, cell.dtype)
     layers = max(1, -(-COLD_BYTES // cell.bytes))
@@ -126,6 +133,12 @@ def attention_cell(cell: Cell, seconds: float) -> list[dict[str, Any]]:
         views[name] = view = filled_view(backend, cell, layers, dtype)
         backend.plan(view)
         ways[name] = call_backend(backend, view, layers, q, k, v)
+    num_bytes = dict.fromkeys([*ways, "torch_sdpa"], cell.bytes)
+    for kv_dtype, stored in POOL_DTYPES.items() if dtype == torch.bfloat16 and cell.T < 32 else ():
+        native = NativeBackend()
+        view = filled_view(native, cell, layers, dtype, stored)
+        ways[f"native {kv_dtype}"] = call_backend(native, view, layers, q, k, v)
+        num_bytes[f"native {kv_dtype}"] = cell.bytes_of(native, stored)
     dense = views["grouped"].cache  # its pools are plain [batch, heads, tokens, size] tensors
     mask = torch.ones(cell.T, total, dtype=torch.bool).tril(cell.seq_len) if cell.T > 1 else None
     ways["torch_sdpa"] = call_sdpa(dense, total, layers, q, mask)
@@ -135,19 +148,26 @@ def attention_cell(cell: Cell, seconds: float) -> list[dict[str, Any]]:
         assert error < TOLERANCE, f"{name} differs from grouped by {error} on {cell}"
     timings = interleaved(ways, seconds)
     return [
-        {"backend": name, **asdict(cell), **timing.as_json(), "bytes": cell.bytes}
+        {"backend": name, **asdict(cell), **timing.as_json(), "bytes": num_bytes[name]}
         | {"flops": cell.flops}
         for name, timing in timings.items()
     ]
 
 
-def filled_view(backend: AttentionBackend, cell: Cell, layers: int, dtype: torch.dtype) -> KVView:
+def filled_view(
+    backend: AttentionBackend,
+    cell: Cell,
+    layers: int,
+    dtype: torch.dtype,
+    stored: torch.dtype | None = None,
+) -> KVView:
+    """`stored`: the dtype of the cache, if it is another than that of what is written."""
     block = backend.block_size(cell.seq_len + cell.T)
     per_row = -(-(cell.seq_len + cell.T) // block)
     blocks = cell.batch * per_row
-    layout = backend.layout(dtype)
+    layout = backend.layout(stored or dtype)
     shape = CacheShape(layers, cell.kv_heads, cell.head_size, block, blocks, layout)
-    cache = KVCache(shape, cell.batch, per_row, dtype, torch.device("cpu"))
+    cache = KVCache(shape, cell.batch, per_row, stored or dtype, torch.device("cpu"))
     rows = range(cell.batch)
     for row in rows:
         cache.allocate(row, cell.seq_len + cell.T)

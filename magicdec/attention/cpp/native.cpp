@@ -3,11 +3,11 @@
 // One pass over the visible keys of each (row, KV head): the query heads that share the KV head and the row's new
 // tokens are packed into M queries, so K and V are read once for all of them. A sequence is divided into pieces, which
 // are distributed over threads and merged by log-sum-exp (Flash-Decoding, Dao et al. 2023). Storage is float32,
-// bfloat16, int8 or int4, arithmetic is float32. On request the same pass also sums the attention weights by blocks of keys, without
-// changing a bit of the output. native_plan.h plans, native_team.h computes and merges. native_float32.h and, for the
-// chunks of a prefill, native_chunk.h have the arithmetic for float32; native_tile.h, native_int8.h, native_int4.h and
-// native_wide.h the one for bfloat16, int8 and int4; native_bf16.h and native_amx.h are for CPUs with bfloat16 dot products
-// and with tile registers.
+// bfloat16, int8 or int4, arithmetic is float32, or integers for codes. On request the same pass also sums the attention
+// weights by blocks of keys, without changing a bit of the output. native_plan.h plans, native_team.h computes and merges. native_float32.h and, for the
+// chunks of a prefill, native_chunk.h have the arithmetic for float32; native_tile.h and native_wide.h the one for bfloat16,
+// native_int8.h, native_int4.h and native_codes.h the one for int8 and int4; native_bf16.h and native_amx.h are for CPUs with
+// bfloat16 dot products and with tile registers.
 //
 // Shapes: B rows, T new tokens, H query heads, G KV heads, D head size; M = T * H/G packed queries, token-major.
 #include "native_received.h"
@@ -80,11 +80,11 @@ extern "C" int magicdec_attention(int storage, int is_widened, const int64_t* sh
         return 0;
     };
 #if defined(CODES_OF_FLOAT32)
-    return storage == INT8_OF_FLOAT32 ? call(WideInt8{}, float{}) : call(WideInt4{}, float{});
+    return storage == INT8_OF_FLOAT32 ? call(CodedInt8{}, float{}) : call(CodedInt4{}, float{});
 #else
     if (storage == FLOAT32) return call(Float32{}, float{});
-    if (storage == INT8) return call(WideInt8{}, bfloat16{});
-    if (storage == INT4) return call(WideInt4{}, bfloat16{});
+    if (storage == INT8) return call(CodedInt8{}, bfloat16{});
+    if (storage == INT4) return call(CodedInt4{}, bfloat16{});
 #if defined(__AVX512BF16__)
 #if defined(HAS_TILES)
     if (!is_widened && AmxBf16::serves(p)) return call(AmxBf16{}, bfloat16{});
@@ -102,8 +102,8 @@ extern "C" void magicdec_received(int storage, const int64_t* shape, const void*
     const Received r{shape[0], shape[1], shape[2], shape[3], shape[4], shape[6], shape[7], sinks};
     const Table blocks{table, rows, shape[5]};
     if (storage == FLOAT32) return receive<Float32Scores>(r, (const float*)q, (const float*)keys, blocks, out);
-    if (storage == INT8) return receive<WideScores<WideInt8>>(r, (const bfloat16*)q, (const int8_t*)keys, blocks, out);
-    if (storage == INT4) return receive<WideScores<WideInt4>>(r, (const bfloat16*)q, (const uint8_t*)keys, blocks, out);
+    if (storage == INT8) return receive<WideScores<CodedInt8>>(r, (const bfloat16*)q, (const int8_t*)keys, blocks, out);
+    if (storage == INT4) return receive<WideScores<CodedInt4>>(r, (const bfloat16*)q, (const uint8_t*)keys, blocks, out);
 #if defined(__AVX512BF16__)
     receive<Bf16Scores>(r, (const bfloat16*)q, (const bfloat16*)keys, blocks, out);
 #else

@@ -42,6 +42,7 @@ inline void weigh_queries(const uint32_t* weights, const uint32_t* values, int64
 
 struct Bf16Tiles : PairPools {
     using Left = uint32_t;
+    static constexpr int MOST_ROWS = ROWS;
     static constexpr bool has_registers = FITS_REGISTERS;
     template <int N, int C>
     void score(const uint32_t* q, const Tile& tile, int64_t ahead, float* scores) const {

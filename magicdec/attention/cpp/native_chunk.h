@@ -90,18 +90,25 @@ inline void chunk_softmax(float* scores, int64_t count, float* maximum, float* t
     }
 }
 
+// The numbers of query m.
+inline void read_query(const float* q, int64_t m, float* numbers) { std::copy_n(q + m * HEAD_SIZE, HEAD_SIZE, numbers); }
+
 // The queries of one task. Lanes past the last one repeat its visibility, and their results are not used.
 class Chunk {
 public:
-    Chunk(const Problem& p, const Task& task, const float* q, float scale, ChunkScratch& scratch)
+    template <typename Query>
+    Chunk(const Problem& p, const Task& task, const Query* q, float scale, ChunkScratch& scratch)
         : p(p), task(task), x(scratch) {
         const int64_t M = task.num_queries, lanes = num_groups() * ACROSS;
         std::fill_n(x.queries, lanes * HEAD_SIZE, 0.0f);
         std::fill_n(x.acc, lanes * HEAD_SIZE, 0.0f);
         std::fill_n(x.maximum, lanes, HIDDEN);
         std::fill_n(x.total, lanes, 0.0f);
-        for (int64_t m = 0; m < M; ++m)
-            for (int d = 0; d < HEAD_SIZE; ++d) x.queries[place(m, d)] = q[m * HEAD_SIZE + d] * scale;
+        for (int64_t m = 0; m < M; ++m) {
+            float numbers[HEAD_SIZE];
+            read_query(q, m, numbers);
+            for (int d = 0; d < HEAD_SIZE; ++d) x.queries[place(m, d)] = numbers[d] * scale;
+        }
     }
 
     int64_t num_groups() const { return (task.num_queries + ACROSS - 1) / ACROSS; }
@@ -154,9 +161,9 @@ private:
 };
 
 // As `attend_piece` of native_float32.h; `rows` finds keys and values in the pools. Keys after the last query are not read.
-template <typename Rows, typename Pool>
+template <typename Rows, typename Pool, typename Query>
 inline int64_t attend_chunk(Rows& rows, const Problem& p, const Task& task, const Segment* segments, const Pool* k_pool,
-                            const Pool* v_pool, const float* q, ChunkScratch& x, float* maximum, float* total, float* acc) {
+                            const Pool* v_pool, const Query* q, ChunkScratch& x, float* maximum, float* total, float* acc) {
     const int64_t end = p.seq_lens[task.row] + (task.first_query + task.num_queries - 1) / p.group() + 1;
     int64_t read = 0;
     Chunk chunk(p, task, q, Rows::SCALE * LOG2_E, x);

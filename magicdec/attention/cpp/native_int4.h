@@ -1,6 +1,5 @@
 // The int4 storage of the KV pools, with 4.5 bits a number where bfloat16 has 16. Each token of a head has a bfloat16 scale
-// for each GROUP_SIZE dimensions of its key and of its value, so that appending or removing a token changes no other. As
-// with int8, codes are widened in registers, and queries and sums are never quantised.
+// for each GROUP_SIZE dimensions of its key and of its value, so that appending or removing a token changes no other.
 //
 // A key is stored as sums and differences of its dimensions, of each MIXED a Walsh-Hadamard transform: what a few dimensions
 // have of large numbers is spread over all, so that the others keep more of their bits. Scores are those of queries that are
@@ -17,12 +16,7 @@ constexpr int64_t INT4_CODES = TILE * TOKEN_BYTES, INT4_TILE = INT4_CODES + 2 * 
 // Whether the bytes of a group have two dimensions: the last group of a head may be half as long.
 constexpr bool has_high(int group) { return HEAD_SIZE % GROUP_SIZE == 0 || group + 1 < GROUPS; }
 
-// Like Tile of native_tile.h, in groups of four tokens; scales are counted from the first vector's first lane.
-struct NibbleTile {
-    const uint32_t *keys, *values;
-    const bfloat16 *key_scales, *value_scales;
-    int64_t low, high, first_group, num_groups;
-};
+using NibbleTile = CodedTile<bfloat16>;
 
 // The codes of HEAD_SIZE numbers as TOKEN_BYTES bytes, and the scales that map each group's number of the largest magnitude
 // to -8.
@@ -55,6 +49,9 @@ COMPILED_ALONE inline void mix(float* numbers) {
 
 struct NibblePools {
     using Pool = uint8_t;
+    using Tile = NibbleTile;
+    static constexpr int NUM_SCALES = GROUPS, SCALED = GROUP_SIZE, SCALED_BYTES = HALF, HALVES = 2;  // as in QuadPools
+    static bits pairs(bits entries, int part) { return pairs_of_octet(entries, part); }
     static void mix_query(float* q) {
         mix(q);
         for (int d = 0; d < HEAD_SIZE; ++d) q[d] *= 1.0f / MIXED;

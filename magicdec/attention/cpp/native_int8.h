@@ -1,18 +1,20 @@
 // The int8 storage of the KV pools, with about half the bytes of bfloat16. Each token of a head has a scale for its key and
-// one for its value, so that appending or removing a token changes no other. Codes are widened in registers and multiplied
-// as numbers are; a key's scale multiplies its score, and a value's its weight. Queries and sums are never quantised.
+// one for its value, so that appending or removing a token changes no other. A key's scale multiplies its score, and a
+// value's its weight.
 //
 // A tile of TILE tokens of a head (Int8Tiled of kv/layout.py) has TILE * HEAD_SIZE codes, then TILE float32 scales. An entry
 // holds four codes: keys are stored as [four dimensions][token], values as [four tokens][dimension].
 constexpr int64_t TILE_CODES = TILE * HEAD_SIZE, TILE_BYTES = TILE_CODES + 4 * TILE;
 constexpr float MOST_CODE = 127;
 
-// Like Tile of native_tile.h; scales are counted from the first vector's first lane.
-struct QuadTile {
+// Like Tile of native_tile.h, in groups of four tokens; scales are counted from the first vector's first lane.
+template <typename Scale>
+struct CodedTile {
     const uint32_t *keys, *values;
-    const float *key_scales, *value_scales;
+    const Scale *key_scales, *value_scales;
     int64_t low, high, first_group, num_groups;
 };
+using QuadTile = CodedTile<float>;
 
 // The codes of HEAD_SIZE numbers, and the scale that maps the largest magnitude to MOST_CODE.
 template <typename S>
@@ -26,6 +28,11 @@ inline float to_codes(const S* from, int8_t* codes) {
 
 struct QuadPools {
     using Pool = int8_t;
+    using Tile = QuadTile;
+    // Of native_codes.h: dimensions that share a scale, bytes of them, and numbers in a byte.
+    static constexpr int NUM_SCALES = 1, SCALED = HEAD_SIZE, SCALED_BYTES = HEAD_SIZE, HALVES = 1;
+    static bits pairs(bits entries, int part) { return pairs_of_quad(entries, part); }
+    static void mix_query(float*) {}  // keys are stored as they are
     static QuadTile at(const Pool* k_pool, const Pool* v_pool, int64_t slot, int64_t count) {
         const Pool *keys = k_pool + slot / TILE * TILE_BYTES, *values = v_pool + slot / TILE * TILE_BYTES;
         const int64_t lane = slot % TILE, vector = lane / LANES * LANES, low = lane - vector, high = low + count;

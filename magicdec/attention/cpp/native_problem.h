@@ -88,7 +88,12 @@ struct Problem {
     struct Span { int64_t from, to; };
     // The range of the `count` keys from `position` on that is visible to the task's query m.
     Span seen(const Task& task, int64_t m, int64_t position, int64_t count) const {
-        const int64_t own = this->position(task.row, (task.first_query + m) / group());
+        return seen_from(own_position(task, m), position, count);
+    }
+    int64_t own_position(const Task& task, int64_t m) const {
+        return position(task.row, (task.first_query + m) / group());
+    }
+    Span seen_from(int64_t own, int64_t position, int64_t count) const {
         const int64_t first = window ? own + 1 - window - position : 0;
         return {std::clamp<int64_t>(first, 0, count), std::clamp<int64_t>(own + 1 - position, 0, count)};
     }
@@ -108,6 +113,7 @@ inline int64_t tile_end(int64_t position) { return position / TILE * TILE + TILE
 #include "native_int8.h"
 #include "native_int4.h"
 #include "native_wide.h"
+#include "native_codes.h"
 #if defined(HAS_TILES)
 #include "native_amx.h"
 #endif

@@ -34,10 +34,10 @@ template <typename AnyWide>
 struct WideScores {
     using Kernel = AnyWide;
     inline static const float FACTOR = 1.0f / std::sqrt(float(HEAD_SIZE));
-    void operator()(const float* q, int64_t M, const typename Kernel::Pool* keys, int64_t slot, int64_t, float* scores) const {
+    void operator()(const typename Kernel::Query* q, int64_t M, const typename Kernel::Pool* keys, int64_t slot, int64_t, float* scores) const {
         const auto tile = Kernel::at(keys, keys, slot, TILE);
         in_blocks(M, [&]<int N>(int64_t m) {
-            Kernel{}.template score<N, TILE / LANES>(q + m * HEAD_SIZE, tile, 0, scores + m * TILE);
+            Kernel{}.template score<N, TILE / LANES>(q + m * Kernel::QUERY_SIZE, tile, 0, scores + m * TILE);
         });
     }
 };

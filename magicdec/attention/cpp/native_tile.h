@@ -1,5 +1,5 @@
 // Tiles of keys and values in bfloat16 pairs, and attention over tiles: what is the same for all ways to multiply one
-// (native_bf16.h with bfloat16 dot products, native_wide.h without, also int8 quads, native_registers.h).
+// (native_bf16.h with bfloat16 dot products, native_wide.h without, native_codes.h for codes, native_registers.h).
 //
 // The KV pools have a layout for small GEMMs (Tiled of kv/layout.py). For every TILE tokens of a head, keys are stored as
 // [pair of dimensions][token] and values as [pair of tokens][dimension], where an entry holds the two elements of a pair.
@@ -23,6 +23,9 @@ struct PairPools {
                 reinterpret_cast<const uint32_t*>(v_pool) + tile + lane / 2 * HEAD_SIZE,
                 low, high, low / 2, (high + 1) / 2 - low / 2};
     }
+    // Numbers need not be unpacked.
+    static void begin_keys(const Tile&, int64_t, int64_t) {}
+    static void begin_values(const Tile&, int64_t) {}
     static void append(const bfloat16* k, const bfloat16* v, int64_t slot, Pool* k_pool, Pool* v_pool) {
         const int64_t tile = slot / TILE * TILE * HEAD_SIZE, lane = slot % TILE;
         for (int pair = 0; pair < PAIRS; ++pair) std::memcpy(k_pool + tile + (pair * TILE + lane) * 2, k + 2 * pair, 4);
@@ -57,6 +60,8 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
     std::fill(maximum, maximum + M, HIDDEN);
     std::fill(total, total + M, 0.0f);
     std::fill(acc, acc + M * HEAD_SIZE, 0.0f);
+    int64_t own[MAX_QUERIES];  // the queries' positions
+    for (int64_t m = 0; m < M; ++m) own[m] = p.own_position(task, m);
     const bool has_registers = Tiles::has_registers && p.is_prefill() && may_use_tiles();
     amx::Registers registers;
     if (has_registers) registers.load(SIDE);
@@ -72,18 +77,20 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
             }
 #endif
         const int64_t keys_ahead = next.keys - tile.keys, values_ahead = next.values - tile.values;
+        tiles.begin_keys(tile, M, keys_ahead);
         by_vectors(tile.high, [&]<int C>() {
-            in_blocks(M, [&]<int N>(int64_t m) {
+            in_blocks<Tiles::MOST_ROWS>(M, [&]<int N>(int64_t m) {
                 tiles.template score<N, C>(q + m * Kernel::QUERY_SIZE, tile, keys_ahead, x.scores + m * TILE);
             });
             for (int64_t m = 0; m < M; ++m) {
-                const auto [from, to] = p.seen(task, m, position, count);
+                const auto [from, to] = p.seen_from(own[m], position, count);
                 tiles.template soften<C>(tile, x.scores + m * TILE, tile.low + from, tile.low + to, factor, maximum + m,
                                          total + m, x.scale + m, x.weights_of(m), mass.data ? mass.of(m) + met : nullptr);
                 if (mass.data) mass.rescale(m, met, x.scale[m]);  // one vector holds one block of keys
             }
         });
-        in_blocks(M, [&]<int N>(int64_t m) {
+        tiles.begin_values(tile, values_ahead);
+        in_blocks<Tiles::MOST_ROWS>(M, [&]<int N>(int64_t m) {
             tiles.template weigh<N>(x.weights_of(m), tile, values_ahead, x.scale + m, acc + m * HEAD_SIZE);
         });
     };

@@ -9,10 +9,10 @@ extern "C" int64_t magicdec_forward(int storage, const Model* model, const Cache
     auto run = [&](auto& forward) { return forward.run(*model, caches, *exchange, calls, num_calls); };
 #if defined(CODES_OF_FLOAT32)
     if (storage == INT8_OF_FLOAT32) {
-        static thread_local Forward<float, WideInt8> forward;
+        static thread_local Forward<float, CodedInt8> forward;
         return run(forward);
     }
-    static thread_local Forward<float, WideInt4> forward;
+    static thread_local Forward<float, CodedInt4> forward;
     return run(forward);
 #else
     if (storage == FLOAT32) {
@@ -20,11 +20,11 @@ extern "C" int64_t magicdec_forward(int storage, const Model* model, const Cache
         return run(forward);
     }
     if (storage == INT8) {
-        static thread_local Forward<bfloat16, WideInt8> forward;
+        static thread_local Forward<bfloat16, CodedInt8> forward;
         return run(forward);
     }
     if (storage == INT4) {
-        static thread_local Forward<bfloat16, WideInt4> forward;
+        static thread_local Forward<bfloat16, CodedInt4> forward;
         return run(forward);
     }
 #if defined(HAS_TILES)

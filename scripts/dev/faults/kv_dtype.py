@@ -90,7 +90,7 @@ PROPERTIES = (
         (
             Fault(
                 "a score has the scale of the token before",
-                "attention/cpp/native_wide.h",
+                "attention/cpp/native_codes.h",
                 "load_scales(tile.key_scales + g * TILE + W * (i + v))",
                 "load_scales(tile.key_scales + g * TILE + W * (i + v) - 1)",
             ),
@@ -102,8 +102,8 @@ PROPERTIES = (
             ),
             Fault(
                 "queries are not transformed as keys are",
-                "attention/cpp/native_wide.h",
-                "Tiles::mix_query(to);",
+                "attention/cpp/native_codes.h",
+                "    Form::mix_query(numbers);\n",
                 "",
             ),
             Fault(
@@ -123,6 +123,43 @@ PROPERTIES = (
                 "attention/cpp/native_int4.h",
                 "std::lrint(float(numbers[d] * inverse))",
                 "int(numbers[d] * inverse)",
+            ),
+        ),
+    ),
+    Property(
+        "A token over codes has the same bits in decoding and in a verification.",
+        "test_attention.py::test_native_gives_a_token_the_same_bits_alone_and_with_others"
+        "[()-None-(6, 2, 64)-torch.int8]",
+        (
+            Fault(
+                "weights are rounded by the scales of values that a query does not see",
+                "attention/cpp/native_codes.h",
+                "(lane + W * i >= int(from)) & (lane + W * i < int(to)) ? x[i] : vec{}",
+                "x[i]",
+            ),
+            Fault(
+                "a query has the rounded scales of the query before",
+                "attention/cpp/native_codes.h",
+                "tile == of.values && from == first && to == end",
+                "tile == of.values",
+            ),
+        ),
+    ),
+    Property(
+        "Queries of float32 keep their bits over codes.",
+        "test_attention.py::test_float32_queries_read_codes[64-1-torch.int8-native]",
+        (
+            Fault(
+                "their second integers are left out",
+                "attention/cpp/native_codes.h",
+                "        if (TERMS == 1) return whole;\n",
+                "        return whole;\n",
+            ),
+            Fault(
+                "weights have one integer",
+                "attention/cpp/native_codes.h",
+                "            if (TERMS == 1) continue;\n",
+                "            continue;\n",
             ),
         ),
     ),
