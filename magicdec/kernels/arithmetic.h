@@ -28,6 +28,20 @@ ALWAYS_INLINE float to_float(bfloat16 x) {
     std::memcpy(&out, &wide, 4);
     return out;
 }
+// Whether a number is neither infinite nor NaN, by its bits: kernels are compiled for finite numbers alone, so that a comparison of
+// numbers may be taken for true.
+ALWAYS_INLINE bool is_finite(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return (bits & 0x7f800000u) != 0x7f800000u;
+}
+ALWAYS_INLINE bool is_finite(bfloat16 x) { return (x.value & 0x7f80) != 0x7f80; }
+ALWAYS_INLINE float not_a_number() {
+    const uint32_t bits = 0x7fc00000u;
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
 ALWAYS_INLINE void store(float* p, float x) { *p = x; }
 ALWAYS_INLINE void store(bfloat16* p, float x) {  // round to nearest even
     uint32_t wide;

@@ -285,6 +285,36 @@ def test_float32_queries_read_codes(
         assert (out[row].double() - exact.out).abs().max() < TOLERANCE[torch.float32]
 
 
+@pytest.mark.narrow("pairs")
+@pytest.mark.parametrize("flags", [(), AVX2, AVX512], ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, *CODES], ids=str)
+@pytest.mark.parametrize("num_new", [1, 5, 45])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_output_of_a_query_that_is_not_finite_is_not_either(
+    flags: tuple[str, ...],
+    dtype: torch.dtype,
+    num_new: int,
+    value: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One number of one head is enough, also where queries are rounded to integers; the outputs of
+    others stay as they are."""
+    build = native.kernel
+    monkeypatch.setattr(native, "kernel", lambda size: build(size, *flags))
+    torch.manual_seed(0)
+    backend = NativeBackend()
+    cache, k, v = fill(backend, 2, 64, [70], dtype, 70 + num_new, layers=1)
+    view = make_view(cache, [0], FullKV(), num_new)
+    q = torch.randn(1, num_new, 8, 64).to(k.dtype)
+    plain = BackendCase(view, q, k, v).run(backend)
+    broken = q.clone()
+    broken[0, -1, 3, 40] = value
+    out = BackendCase(view, broken, k, v).run(backend)
+    assert not out[0, -1, 3].isfinite().any()
+    out[0, -1, 3] = plain[0, -1, 3]
+    assert torch.equal(out, plain)
+
+
 WITHOUT_WEIGHTS = list_backends(lambda c: not c.returns_weights)
 FORWARDS = [(1, [0, 1, 2, 3]), (5, [2, 0, 1]), (3, [1, 3]), (17, [3, 2])]
 

@@ -71,7 +71,11 @@ COMPILED_ALONE void round_query(const S* from, CodedQuery<Form>* to) {
     float numbers[2 * Form::KEY_PAIRS] = {}, most = LEAST_MOST;
     for (int d = 0; d < HEAD_SIZE; ++d) numbers[d] = to_float(from[d]);
     Form::mix_query(numbers);
-    for (int d = 0; d < HEAD_SIZE; ++d) most = std::max(most, std::fabs(numbers[d]));
+    bool has_numbers = true;
+    for (int d = 0; d < HEAD_SIZE; ++d) {
+        most = std::max(most, std::fabs(numbers[d]));
+        has_numbers &= is_finite(numbers[d]);
+    }
     const float inverse = MOST_STEPS / most;
     for (int pair = 0; pair < Form::KEY_PAIRS; ++pair)
         for (int word = 0; word < 2; ++word) {
@@ -82,7 +86,8 @@ COMPILED_ALONE void round_query(const S* from, CodedQuery<Form>* to) {
                 rest = (rest - steps) * FINER;
             }
         }
-    to->step = most / MOST_STEPS;
+    // Integers have no NaN: the scores of a query that has one get it from here.
+    to->step = has_numbers ? most / MOST_STEPS : not_a_number();
 }
 
 template <typename Form>

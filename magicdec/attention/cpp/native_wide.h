@@ -98,6 +98,8 @@ ALWAYS_INLINE float soften(const float* scores, int64_t from, int64_t to, float 
     edges = exp2_wide(edges);
     *scale = edges[0];
     *total = *total * *scale + sum_across(sum);
+    // Vectors drop NaN. A query that has one, or an infinity, has no finite score.
+    if (from < to && !is_finite(scores[std::max(from, int64_t(0))])) *total = not_a_number();
     *maximum = highest;
     if (sums)
         for (int i = 0; i < TILE / LANES && LANES * i < to; ++i) {

@@ -28,15 +28,6 @@ inline void add_row(const S* y, int64_t width, S* x) {
     for (int64_t i = 0; i < width; ++i) store(x + i, to_float(x[i]) + to_float(y[i]));
 }
 
-// Whether a number is neither infinite nor NaN, by its bits: kernels are compiled for finite numbers alone, so that a
-// comparison of numbers may be taken for true.
-inline bool is_finite(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return (bits & 0x7f800000) != 0x7f800000;
-}
-inline bool is_finite(bfloat16 x) { return (x.value & 0x7f80) != 0x7f80; }
-
 // The largest logit of a row among those of a rank, its id, the sum of exp(logit - largest) over the rank's, and how many
 // of these logits are not finite.
 struct Best {

@@ -241,4 +241,16 @@ PROPERTIES = (
             ),
         ),
     ),
+    Property(
+        "A query that is not finite has an output that is not, though it is rounded to integers.",
+        "test_attention.py::test_an_output_of_a_query_that_is_not_finite_is_not_either",
+        (
+            Fault(
+                "no NaN of a query",
+                "attention/cpp/native_codes.h",
+                "to->step = has_numbers ? most / MOST_STEPS : not_a_number();",
+                "to->step = most / MOST_STEPS;",
+            ),
+        ),
+    ),
 )
