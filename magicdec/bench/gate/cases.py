@@ -158,9 +158,9 @@ def standard_cases(subject: Subject) -> list[Case]:
     that it can have, and every other way to draft. Budgets that hold the whole prompt are left
     out."""
     full = KVSection(FULL_KV_POLICY)
-    # A baseline of a copy in fewer bits is not made yet: it has no budget.
     others = [p for p in KV_POLICIES if p not in (DEFAULT_KV_POLICY, *WITHOUT_BUDGET)]
     other_kvs = [kv for policy in others for kv in _budgets(subject, policy, SOME_BUDGETS)]
+    other_kvs += [KVSection(policy) for policy in WITHOUT_BUDGET if policy != FULL_KV_POLICY]
     default_kvs = [*_budgets(subject, DEFAULT_KV_POLICY, BUDGETS), full]
     standalone = () if subject.standalone is None else _standalone(subject)
     return [
