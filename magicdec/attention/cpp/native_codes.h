@@ -366,7 +366,9 @@ struct CodedKernel : CodedTiles<CodedForm<Pools>> {
     using Pool = typename Pools::Pool;
     using Query = CodedQuery<Form>;
     static constexpr int QUERY_SIZE = 1;
-    static constexpr int64_t QUERY_BLOCK = MAX_QUERIES, CHUNK_BLOCK = CHUNK_QUERIES;
+    // Prompts by float32 where vectors are short; else integers are faster, and a prompt's tokens have the bits of steps.
+    static constexpr bool has_chunks = W == 8;
+    static constexpr int64_t QUERY_BLOCK = MAX_QUERIES, CHUNK_BLOCK = has_chunks ? CHUNK_QUERIES : MAX_QUERIES;
     using Scratch = CodedScratch<Form>;
     template <typename S>
     static void stage(const S* from, Query* to) {
@@ -374,7 +376,7 @@ struct CodedKernel : CodedTiles<CodedForm<Pools>> {
     }
     static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const Pool* k_pool, const Pool* v_pool,
                           const Query* q, Scratch& scratch, float* maximum, float* total, float* acc, const Mass& mass) {
-        if (p.is_prefill() && !mass.data)
+        if (has_chunks && p.is_prefill() && !mass.data)
             return attend_chunk(scratch.tile, p, task, segments, k_pool, v_pool, q, scratch.chunk, maximum, total, acc);
         scratch.value_scales.tile = nullptr;  // of another task
         const CodedTiles<Form> tiles{{}, &scratch};
