@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.config import ModelConfig
-from magicdec.model.elementwise.delta import DeltaTokens, widened
+from magicdec.model.elementwise.delta import DeltaTokens, in_vectors, widened
 from magicdec.model.linear.packed import Linear, PartialLinear, Reduce, row_parallel
 from magicdec.model.mixers import LinearAttention
 
@@ -46,12 +46,12 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, layer: int, remember: Remember, reduce: Reduce) -> Tensor:
         channels, gate, rate, step = self.inputs(x).split(self.parts, dim=-1)
-        steps = F.softplus(widened(step) + widened(self.step_bias))
+        steps = in_vectors(F.softplus, widened(step) + widened(self.step_bias))
         tokens = DeltaTokens(
             channels=widened(channels),
             weight=self.convolution[:, 0],
             decay=-widened(self.log_decay).exp() * steps,
-            rate=widened(rate).sigmoid(),
+            rate=in_vectors(torch.sigmoid, widened(rate)),
             sizes=self.sizes,
         )
         out = remember(layer, tokens)

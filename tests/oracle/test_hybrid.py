@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,6 +34,7 @@ from magicdec.model.elementwise.delta import (
     CHUNK,
     DeltaTokens,
     convolve,
+    in_vectors,
     recur,
     recur_in_chunks,
     write,
@@ -372,6 +374,16 @@ def test_both_forms_are_the_rule(num_new: int) -> None:
     torch.testing.assert_close(chunked, after, atol=1e-10, rtol=0)
 
 
+@pytest.mark.parametrize("size", [5, 34, 48, 258, 1024])
+@pytest.mark.parametrize("function", [torch.exp, torch.sigmoid, F.silu, F.softplus])
+def test_elementwise_functions_have_the_same_bits_among_others(function: Any, size: int) -> None:
+    x = torch.randn(7, size, generator=torch.Generator().manual_seed(0))
+    for count in range(1, 8):
+        torch.testing.assert_close(in_vectors(function, x[:count]), function(x[:count]))
+        for row in range(count):
+            assert torch.equal(in_vectors(function, x[:count])[row], in_vectors(function, x[row]))
+
+
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
@@ -590,6 +602,7 @@ def test_forwards_are_measured_in_parts_of_the_layers(
     monkeypatch.setattr(wider, "PART_BYTES", 1 << 12)
     out = tmp_path / "out.jsonl"
     words = [*WORKLOAD.split(), "--B", "2", "--num_batches", "1", "--draft", "self"]
+    words += ["--linear", "torch"]  # whose products of one token and of several differ in bits
     ended = command("run", "--model", model, *words, "--budget", "33", "--out", out)
     assert ended.code == 0, ended.err
     record = json.loads(out.read_text().splitlines()[-1])

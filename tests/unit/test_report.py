@@ -33,7 +33,7 @@ from magicdec.bench.report.frame import FrameRow, frame_of, report_row
 from magicdec.bench.report.listing import command_of
 from magicdec.bench.report.tables import ranges
 from magicdec.cli.records import report as report_command
-from magicdec.names import BASELINE
+from magicdec.names import BASELINE, WITHOUT_BUDGET
 from magicdec.output.figures import styled
 from magicdec.records.reading import load_passes
 
@@ -345,7 +345,7 @@ def test_the_files_hold_every_run_and_its_command(everything: tuple[Path, str]) 
     assert len(runs) == len(RAW) + len(study()) + 2 and runs[-1]["status"] == "failed"
     for row, raw in zip(runs, RAW, strict=False):
         assert float(row["speedup"]) == raw["metrics"]["speedup"]
-        reads_all = row["kv_policy"] in ("", "full")
+        reads_all = row["kv_policy"] in ("", *WITHOUT_BUDGET)
         assert row["budget"] == ("" if reads_all else str(raw["config"]["kv"]["budget"]))
     script = (out / "rerun.sh").read_text(encoding="utf-8").splitlines()
     assert set(script) >= {row["command"] for row in commands}

@@ -20,6 +20,7 @@ from torch import Tensor
 
 CHUNK = 64  # tokens of a prompt that are computed together
 NORM_EPS = 1e-6  # of the lengths of q and k
+WHOLE = 64  # numbers that fill the vectors of any CPU
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,15 @@ def widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def in_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An elementwise function of x [..., N], with the same bits for a token alone and among others:
+    what fills no vectors at the end of a tensor, torch computes by other instructions."""
+    size = x.shape[-1]
+    if size % WHOLE == 0:
+        return function(x)
+    return function(F.pad(x, (0, -size % WHOLE)))[..., :size]
+
+
 def convolve(tokens: DeltaTokens, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q and k, of length one and q divided by the root of D, [B, T, G, D], and v [B, T, H, E],
     after the channels [B, K - 1, C] of the tokens `before`."""
@@ -84,7 +94,7 @@ def convolve(tokens: DeltaTokens, before: Tensor) -> tuple[Tensor, Tensor, Tenso
     mixed = channels[:, :num_new] * weight[:, 0]
     for place in range(1, length):
         mixed = mixed + channels[:, place : place + num_new] * weight[:, place]
-    q, k, v = F.silu(mixed).split([G * D, G * D, H * E], dim=-1)
+    q, k, v = in_vectors(F.silu, mixed).split([G * D, G * D, H * E], dim=-1)
     q = _normed(q.unflatten(-1, (G, D))) * D**-0.5
     return q, _normed(k.unflatten(-1, (G, D))), v.unflatten(-1, (H, E))
 
@@ -97,7 +107,8 @@ def write(state: Tensor, keys: Tensor, corrections: Tensor, decays: Tensor) -> T
     """The states [B, H, D, E] after one token, with keys [B, G, D], of which `recur` has computed
     corrections [B, H, E]: the same bits as there."""
     repeated = _for_values(keys, corrections.shape[1])
-    return state * decays.exp()[..., None, None] + repeated[..., None] * corrections[..., None, :]
+    decay = in_vectors(torch.exp, decays)[..., None, None]
+    return state * decay + repeated[..., None] * corrections[..., None, :]
 
 
 def recur(
@@ -110,7 +121,7 @@ def recur(
     num_values = v.shape[2]
     for t in range(v.shape[1]):
         key = _for_values(k[:, t], num_values)[..., None]  # [B, H, D, 1]
-        decayed = state * tokens.decay[:, t].exp()[..., None, None]
+        decayed = state * in_vectors(torch.exp, tokens.decay[:, t])[..., None, None]
         read = (decayed * key).sum(-2)
         corrections.append(tokens.rate[:, t, :, None] * (v[:, t] - read))
         state = write(state, k[:, t], corrections[-1], tokens.decay[:, t])
