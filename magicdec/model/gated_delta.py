@@ -57,5 +57,5 @@ class GatedDeltaNet(nn.Module):
         out = remember(layer, tokens)
         scale = torch.rsqrt(out.square().mean(-1, keepdim=True) + self.norm_eps)
         normed = widened(self.norm * (out * scale).to(x.dtype))
-        gated = normed * F.silu(widened(gate)).unflatten(-1, out.shape[-2:])
+        gated = normed * in_vectors(F.silu, widened(gate)).unflatten(-1, out.shape[-2:])
         return row_parallel(gated.to(x.dtype).flatten(2), self.output, reduce)

@@ -68,8 +68,8 @@ from magicdec.speculation.steps.speculative import Speculative
 from magicdec.speculation.steps.strategy import Setup, make_strategy
 from magicdec.systems.mdi_llm.recurrent import RecurrentPipeline, RingSpeculation
 from magicdec.systems.mdi_llm.ring_stage import Stage
-from magicdec.systems.pipeinfer.head_path_drafter import HeadPathDrafter
 from magicdec.systems.pipeinfer.messages import RunLaunch
+from magicdec.systems.pipeinfer.mtp_path_drafter import MtpPathDrafter
 from magicdec.systems.pipeinfer.path_drafter import DraftRequest
 from magicdec.systems.pipeinfer.run_stage import LastStates
 from magicdec.systems.pipeinfer.system import ENDS
@@ -215,7 +215,7 @@ def test_path_drafts_have_the_logits_of_the_definition(
     places = ([target.config.num_layers], 2, 2, room, target.config.hidden_size)
     kept = ReceivedStates(*places, torch.float32, torch.device("cpu"))
     draft = make_draft(head, kv, 2, room, max_drafts=40)
-    drafter = HeadPathDrafter(draft, kv, kept, CoupledSampling(SamplingSection()))
+    drafter = MtpPathDrafter(draft, kv, kept, CoupledSampling(SamplingSection()))
     texts = [list(random_prompts([room], VOCAB, seed)[0]) for seed in range(3)]
     hidden = [last_states(target, text) for text in texts]
     lengths = (20, 20, 20, 21, 24, 50, 50)

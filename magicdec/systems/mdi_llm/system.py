@@ -152,8 +152,8 @@ class OpenRing:
         # Tokens of a message of a whole lane that decodes.
         self.lane_tokens = settings.batch_size * (1 + self.max_gamma)
         self.max_tokens = max_tokens(ring.run.config.without_drafts()) + self.max_gamma
-        has_head = ring.run.config.decoding.has_mtp_head
-        self.has_head = is_drafting and has_head  # which drafts from states that come home
+        # A head drafts from states that come home.
+        self.has_mtp_head = is_drafting and ring.run.config.decoding.has_mtp_head
         self.stage = self._load_stage(serving_pass) if ring.computes else None
         limits = BatchLimits(
             self.max_tokens,
@@ -185,7 +185,7 @@ class OpenRing:
         plan = ring.model_plans(serving_pass, ring.launch.rank)[0]
         runner = make_runner(plan, ring.run.source, self.groups.target, self.models)
         is_last = runner.model.is_last
-        sends_states = self.has_head and is_last and not runner.model.has_head
+        sends_states = self.has_mtp_head and is_last and not runner.model.has_head
         return Stage(runner, is_last, sends_states)
 
     def _connect(self, depth: int, chunk: int) -> tuple[MessageForm, Ends]:
@@ -197,7 +197,7 @@ class OpenRing:
         num_words = ring.settings.batch_size * (2 if self.is_drafting else 1)
         form = MessageForm(width, dtype, num_words)
         # Whatever is on its way home must fit, since the first stage may be sending meanwhile.
-        sent_home = max(self.lane_tokens, chunk) if self.has_head else self.lane_tokens
+        sent_home = max(self.lane_tokens, chunk) if self.has_mtp_head else self.lane_tokens
         least = max(LEAST_CAPACITY, depth * form.num_bytes(sent_home))
         capacity = max(least, min(depth * form.num_bytes(chunk), MOST_CAPACITY))
         connector = ring.connector(form, self.models.device, depth, capacity)

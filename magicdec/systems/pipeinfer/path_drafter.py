@@ -113,6 +113,12 @@ class LookupPathDrafter(PathDrafter):
         return None if token is None else (token, 1.0)
 
 
+def num_known(path: Sequence[int], drafted: Sequence[int]) -> int:
+    """The number of leading tokens of `path` that are `drafted` already."""
+    pairs = enumerate(zip(path, drafted, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(path), len(drafted)))
+
+
 @dataclass
 class HeldText:
     """The text of a cache row: the first `committed` tokens of `request`, whose `output` follows
@@ -124,11 +130,6 @@ class HeldText:
     output: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     candidates: list[Candidate] = field(default_factory=list)
-
-    def num_known(self, path: Sequence[int]) -> int:
-        """The number of leading tokens of `path` that are drafted already."""
-        pairs = enumerate(zip(path, self.tokens, strict=False))
-        return next((i for i, (a, b) in pairs if a != b), min(len(path), len(self.tokens)))
 
     def cut(self, count: int) -> None:
         """Keep the first `count` drafted tokens."""
@@ -173,11 +174,11 @@ class ModelPathDrafter(PathDrafter):
         held = self.held[step.lane]
         new = text[held.committed :]
         tokens = [*new, *step.path]
-        self._forget(step.lane, held.num_known(tokens))
-        num_known = min(len(new), len(held.tokens))
-        held.commit(num_known)
-        self._compute(step.lane, tokens[num_known + len(held.tokens) :])
-        held.commit(len(new) - num_known)
+        self._forget(step.lane, num_known(tokens, held.tokens))
+        num_committed = min(len(new), len(held.tokens))
+        held.commit(num_committed)
+        self._compute(step.lane, tokens[num_committed + len(held.tokens) :])
+        held.commit(len(new) - num_committed)
         return held.candidates[-1]
 
     def _begin(self, number: int, lane: int, text: Sequence[int]) -> None:

@@ -40,7 +40,7 @@ from magicdec.systems.pipeinfer import messages
 from magicdec.systems.pipeinfer.declaration import PipeInferSettings
 from magicdec.systems.pipeinfer.details import Observed, speculation_metrics
 from magicdec.systems.pipeinfer.head import PipelineRank, connect_ranks
-from magicdec.systems.pipeinfer.head_path_drafter import HeadPathDrafter
+from magicdec.systems.pipeinfer.mtp_path_drafter import MtpPathDrafter
 from magicdec.systems.pipeinfer.options import PIPELINE_WITH_DRAFT
 from magicdec.systems.pipeinfer.path_drafter import (
     LookupPathDrafter,
@@ -135,7 +135,7 @@ class PipeInfer(StagedSystem):
             (target,) = model_plans_of(config, self.run.models, rank)
             part = StagePart(layers)
             plans.append(replace(target, part=part, row_tokens=self.row_tokens, rewound=None))
-        if self.has_head and rank == self.layout.draft_rank:
+        if self.has_mtp_head and rank == self.layout.draft_rank:
             plans.append(self._ends_plan())
         if self.drafting is not None:
             drafts = model_plans_of(self.drafting.config, self.run.models, rank)[1:]
@@ -147,7 +147,7 @@ class PipeInfer(StagedSystem):
         return max_tokens(self.run.config) + self.past_end
 
     @property
-    def has_head(self) -> bool:
+    def has_mtp_head(self) -> bool:
         """Whether a head drafts, from hidden states of the last stage."""
         return self.drafting is not None and self.drafting.config.decoding.has_mtp_head
 
@@ -209,7 +209,7 @@ class PipeInfer(StagedSystem):
     ) -> SystemDetails:
         assert self.member is not None, "it was opened"
         if self.member.stage is not None:
-            self.member.stage.send_states(self.has_head and serving_pass.is_drafting)
+            self.member.stage.send_states(self.has_mtp_head and serving_pass.is_drafting)
         scheduler = PipelinedScheduler(
             self.settings.options(serving_pass.name, self.gamma),
             self.run.config.attention.prefill_chunk,
@@ -245,9 +245,9 @@ class PipeInfer(StagedSystem):
         groups = ParallelGroups(self.rank, self.layout.world_size, group, draft=group)
         draft = make_draft(self.drafting, groups, models, goes_far_back=True, target_part=ENDS)
         assert draft is not None, "a model drafts"
-        if self.has_head:
+        if self.has_mtp_head:
             states = make_received_states(self._ends_plan(), models.device)
-            return HeadPathDrafter(draft, config.kv, states, self.sampling)
+            return MtpPathDrafter(draft, config.kv, states, self.sampling)
         vocab_size = self.drafting.source.config.vocab_size
         return ModelPathDrafter(draft, config.kv, vocab_size, self.sampling)
 

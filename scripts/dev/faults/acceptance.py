@@ -576,7 +576,7 @@ SYSTEMS = (
     regression(
         "a pipeline's drafter keeps what was rejected",
         PATH_DRAFTER,
-        "self._forget(step.lane, held.num_known(tokens))",
+        "self._forget(step.lane, num_known(tokens, held.tokens))",
         "self._forget(step.lane, len(held.tokens))",
         SYNC,
     ),

@@ -124,25 +124,25 @@ PROPERTIES = (
         (
             Fault(
                 "true slots on the ends of those of drafts",
-                "systems/pipeinfer/head_path_drafter.py",
+                "systems/pipeinfer/mtp_path_drafter.py",
                 "        self._rewind(lane, first)",
                 "        pass",
             ),
             Fault(
                 "slots of another path stay",
-                "systems/pipeinfer/head_path_drafter.py",
+                "systems/pipeinfer/mtp_path_drafter.py",
                 "        held.cut(known)",
                 "        known = len(held.tokens)",
             ),
             Fault(
                 "a first token in place of the one that follows",
-                "systems/pipeinfer/head_path_drafter.py",
+                "systems/pipeinfer/mtp_path_drafter.py",
                 "text[start + 1 : end + 1]",
                 "text[start:end]",
             ),
             Fault(
                 "the slots of a lane's last request",
-                "systems/pipeinfer/head_path_drafter.py",
+                "systems/pipeinfer/mtp_path_drafter.py",
                 "            self.held[step.lane] = HeldSlots(step.request, len(text))",
                 "            self.held[step.lane].num_prompt = len(text)",
             ),

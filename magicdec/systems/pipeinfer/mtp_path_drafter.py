@@ -1,4 +1,4 @@
-"""HeadPathDrafter: drafts of pipelined speculation by a head for multi-token prediction
+"""MtpPathDrafter: drafts of pipelined speculation by a head for multi-token prediction
 (DeepSeek-V3, arXiv 2412.19437, section 2.2), from hidden states that the last stage sends home.
 
 Slots are those of `speculation/head_drafter.py`. A slot whose following token is committed has the
@@ -23,7 +23,12 @@ from magicdec.runner.sampling.coupled import CoupledSampling
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import make_draft_kv
 from magicdec.systems.pipeinfer.messages import Candidate, RunLaunch
-from magicdec.systems.pipeinfer.path_drafter import DraftRequest, PathDrafter, best_candidates
+from magicdec.systems.pipeinfer.path_drafter import (
+    DraftRequest,
+    PathDrafter,
+    best_candidates,
+    num_known,
+)
 
 
 @dataclass
@@ -50,13 +55,8 @@ class HeldSlots:
         del self.candidates[count + 1 :]
         del self.outputs[count + 1 :]
 
-    def num_known(self, path: Sequence[int]) -> int:
-        """The number of leading tokens of `path` that are drafted already."""
-        pairs = enumerate(zip(path, self.tokens, strict=False))
-        return next((i for i, (a, b) in pairs if a != b), min(len(path), len(self.tokens)))
 
-
-class HeadPathDrafter(PathDrafter):
+class MtpPathDrafter(PathDrafter):
     """A drafter with a head, whose cache has a row per lane. `states` are the target's, which it
     keeps as they come (`keep_states`)."""
 
@@ -99,7 +99,7 @@ class HeadPathDrafter(PathDrafter):
         held = self.held[step.lane]
         if len(text) != held.num_committed:
             self._fill(step.lane, held, text)
-        known = held.num_known(step.path)
+        known = num_known(step.path, held.tokens)
         held.cut(known)
         self._rewind(step.lane, held.num_true + known)
         for token in step.path[known:]:
