@@ -23,16 +23,13 @@ from torch import Tensor
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.elementwise.delta import (
-    DeltaSteps,
     DeltaTokens,
     HeldLayer,
     StatePlaces,
-    convolve,
-    delta_steps,
-    recur_in_chunks,
     state_before,
     write,
 )
+from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.mixers import LinearAttention, Mixer
 
 
@@ -252,10 +249,10 @@ class LayerStates:
         committed: Tensor,
         num_new: int,
         is_of_prompt: bool,
-        steps: DeltaSteps = delta_steps,
+        elementwise: Elementwise,
     ) -> StateForward:
         """A forward of `num_new` tokens after the `first` [B] of rows [B], of which `committed` [B]
-        stay. `steps` computes those that are not computed in chunks."""
+        stay, which `elementwise` computes."""
         is_back = (first < self.now.base[:, rows]).any(0)
         if is_back.any():
             self._go_back(rows[is_back], first[is_back])
@@ -268,7 +265,7 @@ class LayerStates:
         assert bool(is_room.all()), "no more drafts than there is room for"
         if is_of_prompt:
             self.kept_lengths[rows] = end
-        return StateForward(self, rows, base, first, moved, num_new, is_of_prompt, steps)
+        return StateForward(self, rows, base, first, moved, num_new, is_of_prompt, elementwise)
 
     def _go_back(self, rows: Tensor, first: Tensor) -> None:
         """Start again at the ends of prompts, or anew."""
@@ -295,10 +292,10 @@ class StateForward:
         moved: Tensor,
         num_new: int,
         is_of_prompt: bool,
-        steps: DeltaSteps,
+        elementwise: Elementwise,
     ) -> None:
         self.states = states
-        self.steps = steps
+        self.elementwise = elementwise
         self.rows = rows
         self.base = base
         self.first = first
@@ -318,14 +315,14 @@ class StateForward:
         now = self.states.now
         rows = self.rows[:, None]
         before = now.channels[layer, rows, self.slots_before] * self.is_before
-        q, k, v = convolve(tokens, before)
+        q, k, v = self.elementwise.delta_convolve(tokens, before)
         held = now.layer(layer)
         places = StatePlaces(self.rows, self.base[layer], self.first, self.moved[layer])
         outputs = []
         if self.num_final:
             final = slice(0, self.num_final)
             state, _ = state_before(held, places)
-            out, state = recur_in_chunks(
+            out, state = self.elementwise.delta_chunks(
                 state, q[:, final], k[:, final], v[:, final], tokens.part(final)
             )
             outputs.append(out)
@@ -333,7 +330,7 @@ class StateForward:
             places = StatePlaces(self.rows, self.moved[layer], self.moved[layer], self.moved[layer])
         rest = slice(self.num_final, None)
         new = q[:, rest], k[:, rest], v[:, rest], tokens.part(rest)
-        outputs.append(self.steps(held, places, *new))
+        outputs.append(self.elementwise.delta_steps(held, places, *new))
         now.base[layer, self.rows] = self.moved[layer]
         shown = tokens.channels[:, tokens.channels.shape[1] - self.num_shown :]
         now.channels[layer, rows, self.slots_shown] = shown

@@ -520,9 +520,13 @@ class ModelRunner:
         view = forward.view
         begins = forward.positions[:, 0]  # a copied cache has fewer entries
         committed = begins - view.seq_lens + view.committed
-        steps = self.model.elementwise.delta_steps
         run = states.forward(
-            forward.rows.index, begins, committed, view.num_new, view.is_of_prompt, steps
+            forward.rows.index,
+            begins,
+            committed,
+            view.num_new,
+            view.is_of_prompt,
+            self.model.elementwise,
         ).run
         first = self.model.layers.start
         return lambda layer, tokens: run(self.layer_numbers[layer - first], tokens)

@@ -148,8 +148,9 @@ def test_a_layer_launches_half_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(longer_after) - sum(after) == 10 * 8
 
 
-def call_delta_steps(device: str, T: int) -> None:
-    """Steps of a layer with linear attention of Qwen3.5-9B's sizes."""
+def call_delta(device: str, T: int) -> None:
+    """A layer with linear attention of Qwen3.5-9B's sizes: its convolution, the steps of new tokens
+    and the chunks of a prompt."""
     G = 16
     H = 32
     D = E = 128
@@ -159,20 +160,29 @@ def call_delta_steps(device: str, T: int) -> None:
 
     rows = (torch.empty(2, dtype=torch.int64, device=device) for _ in range(4))
     held = numbers(4, H, D, E), numbers(4, 9, G, D), numbers(4, 9, H, E), numbers(4, 9, H)
-    new = numbers(2, T, G, D), numbers(2, T, G, D), numbers(2, T, H, E)
     tokens = DeltaTokens(
         numbers(2, T, 8192), numbers(8192, 4), numbers(2, T, H), numbers(2, T, H), (G, H, D, E)
     )
+    new = OURS.delta_convolve(tokens, numbers(2, 3, 8192))
     OURS.delta_steps(HeldLayer(*held), StatePlaces(*rows), *new, tokens)
+    OURS.delta_chunks(numbers(2, H, D, E), *new, tokens)
 
 
-def test_steps_of_linear_attention_are_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of as many programs as columns of all states of a row make tiles."""
+@pytest.mark.parametrize(("T", "num_blocks", "num_chunks"), [(1, 1, 1), (5, 5, 1), (130, 17, 3)])
+def test_linear_attention_is_few_launches(
+    T: int, num_blocks: int, num_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of as many programs as heads, times tokens, chunks or tiles of a state's columns."""
     launches = record_launches(monkeypatch)
-    for T in (1, 5):
-        call_delta_steps("meta", T)
-    assert [(launch.kernel, launch.grid) for launch in launches] == [("delta_rows", (64, 4))] * 2
-    assert {launch.options["num_warps"] for launch in launches} == {16}
+    call_delta("meta", T)
+    assert {launch.kernel: launch.grid for launch in launches} == {
+        "convolve_rows": (2 * num_blocks, 2 * 16 + 32),
+        "delta_rows": (2 * 32, 4),
+        "chunk_products": (2 * 32, num_chunks),
+        "chunk_solutions": (2 * 32, num_chunks),
+        "chunk_rows": (2 * 32, 8),
+    }
+    assert len(launches) == 5
 
 
 COMPILE = """
@@ -180,7 +190,7 @@ import re
 from collections import defaultdict
 import pytest
 import torch
-from test_elementwise_triton import call_all, call_delta_steps
+from test_elementwise_triton import call_all, call_delta
 from launches import compile_launch, record_launches, resources
 from magicdec.model.elementwise import triton_kernels
 
@@ -203,14 +213,21 @@ for launch in launches:
             layout = re.search("(?m)^" + re.search("#[a-z0-9]+", summed)[0] + " = (.*)$", code)[1]
             orders[launch.options["WIDTH"], dtype].add(layout)
 launches.clear()
-call_delta_steps("meta", 5)
-for capability in (80, 86, 90):
-    made = compile_launch(triton_kernels.delta_rows, launches[0], capability)
-    numbers = resources(made.asm["cubin"])
-    assert numbers["STACK"] == numbers["LOCAL"] == 0 and numbers["REG"] <= 128, numbers
-    words = re.findall(r"ld\\.global\\.\\S+", made.asm["ptx"])
-    assert any(".v4" in word for word in words), words
-    assert "fma.rn.f32" not in made.asm["ptx"], "a product within a sum has other bits"
+call_delta("meta", 130)
+assert len(launches) == 5
+for launch in launches:
+    for capability in (80, 86, 90):
+        made = compile_launch(getattr(triton_kernels, launch.kernel), launch, capability)
+        numbers = resources(made.asm["cubin"])
+        assert numbers["STACK"] == numbers["LOCAL"] == 0, (launch, numbers)
+        assert made.metadata.shared <= 48 << 10, launch
+        if launch.kernel in ("chunk_products", "chunk_rows"):
+            assert "mma" in made.asm["ptx"], "products are of tensor cores"
+        if launch.kernel != "delta_rows":
+            continue
+        words = re.findall(r"ld\\.global\\.\\S+", made.asm["ptx"])
+        assert any(".v4" in word for word in words), words
+        assert "fma.rn.f32" not in made.asm["ptx"], "a product within a sum has other bits"
 assert len(orders) == 4 and all(len(layouts) == 1 for layouts in orders.values()), orders
 """
 

@@ -5,6 +5,7 @@ does not go back, so that there the oracle is decoding anew."""
 import json
 import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +40,7 @@ from magicdec.model.elementwise.delta import (
     recur_in_chunks,
     write,
 )
+from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.transformer import Transformer
 from magicdec.names import ELEMENTWISE, load_named
 from magicdec.output.console import make_progress
@@ -384,14 +386,122 @@ def test_elementwise_functions_have_the_same_bits_among_others(function: Any, si
             assert torch.equal(in_vectors(function, x[:count])[row], in_vectors(function, x[row]))
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes"),
-    [
-        *(("native", sizes) for sizes in (SIZES, (2, 8, 6, 43), (1, 2, 64, 32))),
-        ("triton", (1, 3, 5, 34)),
-    ],
-    ids=str,
-)
+IMPLEMENTATIONS = [
+    *(("native", sizes) for sizes in (SIZES, (2, 8, 6, 43), (1, 2, 64, 32))),
+    ("triton", (1, 3, 5, 34)),
+]
+
+
+def implementation(kind: str) -> tuple[Elementwise, torch.device]:
+    """That of linear attention by name, and where it computes here."""
+    is_on_gpu = kind == "triton" and torch.cuda.is_available()
+    return load_named(ELEMENTWISE, kind)(), torch.device("cuda" if is_on_gpu else "cpu")
+
+
+def with_parts(tokens: DeltaTokens, function: Callable[[Tensor], Tensor]) -> DeltaTokens:
+    parts = ("channels", "weight", "decay", "rate")
+    return replace(tokens, **{name: function(getattr(tokens, name)) for name in parts})
+
+
+def random_tokens(
+    sizes: tuple[int, int, int, int], num_new: int, generator: torch.Generator
+) -> tuple[DeltaTokens, Tensor]:
+    """New tokens of two rows, and the channels of those before."""
+    G, H, D, E = sizes
+
+    def numbers(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    channels = 2 * G * D + H * E
+    tokens = DeltaTokens(
+        channels=numbers(2, num_new, channels),
+        weight=numbers(channels, 4),
+        decay=-numbers(2, num_new, H).abs(),
+        rate=numbers(2, num_new, H).sigmoid(),
+        sizes=sizes,
+    )
+    return tokens, numbers(2, 3, channels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["32", "16"])
+@pytest.mark.parametrize(("kind", "sizes"), IMPLEMENTATIONS, ids=str)
+def test_kernels_convolve_as_torch(
+    kind: str, sizes: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    """A token has the same bits alone and among others."""
+    ours, device = implementation(kind)
+    generator = torch.Generator().manual_seed(0)
+    for num_new in (1, 5, 19):
+        tokens, before = random_tokens(sizes, num_new, generator)
+        tokens = replace(tokens, weight=tokens.weight.to(dtype))
+        true = convolve(with_parts(tokens, Tensor.double), before.double())
+        given = with_parts(tokens, lambda x: x.to(device))
+        parts = ours.delta_convolve(given, before.to(device))
+        last = given.part(slice(num_new - 1, None))
+        old = torch.cat([before, tokens.channels], dim=1)[:, num_new - 1 : num_new + 2]
+        lone = ours.delta_convolve(last, old.to(device))
+        for own, found, expected in zip(lone, parts, true, strict=True):
+            torch.testing.assert_close(found.cpu().double(), expected, atol=1e-5, rtol=1e-5)
+            assert torch.equal(own[:, 0], found[:, -1])
+
+
+@pytest.mark.parametrize(("kind", "sizes"), IMPLEMENTATIONS, ids=str)
+def test_prompts_of_kernels_are_the_rule(kind: str, sizes: tuple[int, int, int, int]) -> None:
+    """Past a border of chunks, from a state of their own."""
+    ours, device = implementation(kind)
+    generator = torch.Generator().manual_seed(0)
+    _, H, D, E = sizes
+    for num_new in (1, CHUNK, CHUNK + 3):
+        tokens, before = random_tokens(sizes, num_new, generator)
+        parts = convolve(tokens, before)
+        state = torch.randn(2, H, D, E, generator=generator)
+        whole = state.double()
+        wide = with_parts(tokens, Tensor.double)
+        expected = by_definition(whole, *(x.double() for x in parts), wide)
+        given = (x.to(device) for x in (state, *parts))
+        out, after = ours.delta_chunks(*given, with_parts(tokens, lambda x: x.to(device)))
+        torch.testing.assert_close(out.cpu().double(), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(after.cpu().double(), whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.two_threads
+def test_a_row_whose_heads_threads_divide_has_the_same_bits() -> None:
+    """What many rows compute for all value heads of a key head, few compute for each."""
+    ours, _ = implementation("native")
+    sizes = (1, 3, 6, 43)
+    tokens, before = random_tokens(sizes, CHUNK + 3, torch.Generator().manual_seed(0))
+    many = with_parts(tokens, lambda x: x.repeat(4, *[1] * (x.ndim - 1)))
+    many = replace(many, weight=tokens.weight)
+    one = replace(many, decay=many.decay[:1], rate=many.rate[:1])
+    q, k, v = convolve(many, before.repeat(4, 1, 1))
+    state = torch.randn(1, 3, 6, 43)
+    outs, afters = ours.delta_chunks(state.repeat(8, 1, 1, 1), q, k, v, many)
+    out, after = ours.delta_chunks(state, q[:1], k[:1], v[:1], one)
+    assert torch.equal(outs[:1], out) and torch.equal(afters[:1], after)
+
+
+@pytest.mark.parametrize("kind", ["torch", "native", "triton"])
+def test_a_prompt_that_repeats_a_key_is_the_rule(kind: str) -> None:
+    """Corrections stay small, where powers of the matrix that they solve have entries of 10^17."""
+    ours, device = implementation(kind)
+    generator = torch.Generator().manual_seed(0)
+    key = F.normalize(torch.randn(8, generator=generator), dim=0)
+    q = torch.randn(1, CHUNK, 1, 8, generator=generator)
+    k = key.repeat(1, CHUNK, 1, 1)
+    v = torch.randn(1, CHUNK, 1, 8, generator=generator)
+    none = torch.zeros(1, CHUNK, 1)
+    tokens = DeltaTokens(q, none, decay=none, rate=none + 1, sizes=(1, 1, 8, 8))
+    state = torch.zeros(1, 1, 8, 8)
+    whole = state.double()
+    wide = with_parts(tokens, Tensor.double)
+    expected = by_definition(whole, q.double(), k.double(), v.double(), wide)
+    given = (x.to(device) for x in (state, q, k, v))
+    out, after = ours.delta_chunks(*given, with_parts(tokens, lambda x: x.to(device)))
+    torch.testing.assert_close(out.cpu().double(), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(after.cpu().double(), whole, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "sizes"), IMPLEMENTATIONS, ids=str)
 def test_steps_of_kernels_are_those_of_torch(kind: str, sizes: tuple[int, int, int, int]) -> None:
     """Of ragged rows that go back: outputs and all that is kept, beside torch's form in float64,
     which is the rule. With the same bits in a batch and alone."""
@@ -407,9 +517,7 @@ def test_steps_of_kernels_are_those_of_torch(kind: str, sizes: tuple[int, int, i
     def numbers(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(device)
 
-    is_on_gpu = kind == "triton" and torch.cuda.is_available()
-    device = torch.device("cuda" if is_on_gpu else "cpu")
-    steps = load_named(ELEMENTWISE, kind)().delta_steps
+    ours, device = implementation(kind)
     exact = states(3, torch.float64)
     fast = states(3)
     lagging = states(3, rerun=5)
@@ -430,9 +538,9 @@ def test_steps_of_kernels_are_those_of_torch(kind: str, sizes: tuple[int, int, i
         wide = replace(tokens, **{name: part.double() for name, part in parts.items()})
         one = replace(tokens, **{name: part[1:] for name, part in parts.items()})
         at = rows, lengths, lengths, num_new, step == 0
-        expected = exact.forward(*at).run(0, wide).float()
-        found = fast.forward(*at, steps).run(0, tokens)
-        again = lagging.forward(*at, steps).run(0, tokens)
+        expected = exact.forward(*at, Elementwise()).run(0, wide).float()
+        found = fast.forward(*at, ours).run(0, tokens)
+        again = lagging.forward(*at, ours).run(0, tokens)
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(again, expected, atol=1e-6, rtol=1e-5)
         for own, true in zip(fast.now.by_layer, exact.now.by_layer, strict=True):
@@ -442,7 +550,7 @@ def test_steps_of_kernels_are_those_of_torch(kind: str, sizes: tuple[int, int, i
             alone.copy_prompts(lone, fast, rows[1:], [0])
         else:
             last = lone, lengths[1:], lengths[1:], num_new, False
-            assert torch.equal(alone.forward(*last, steps).run(0, one)[0], found[1])
+            assert torch.equal(alone.forward(*last, ours).run(0, one)[0], found[1])
         if num_new in (20, most):
             lengths = lengths + num_new
         else:

@@ -64,10 +64,6 @@ class StatePlaces:
     moved: Tensor
 
 
-DeltaSteps = Callable[[HeldLayer, StatePlaces, Tensor, Tensor, Tensor, DeltaTokens], Tensor]
-"""A function as `delta_steps`."""
-
-
 def widened(x: Tensor) -> Tensor:
     """In float32, or in its own dtype if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

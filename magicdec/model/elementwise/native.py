@@ -5,6 +5,7 @@ to ten torch operators.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from magicdec.model.elementwise.delta import (
 from magicdec.model.elementwise.operators import Elementwise
 
 SOURCE = Path(__file__).with_name("native.cpp")
-DELTA_SOURCE = Path(__file__).with_name("delta.cpp")
 HEADERS = (SOURCE.with_name("rows.h"), SHARED_HEADERS / "arithmetic.h")
 STORAGE = (torch.bfloat16, torch.float32)
 _POINTER = ctypes.c_void_p
@@ -93,15 +93,21 @@ def library() -> ctypes.CDLL:
 
 
 @cache
-def delta_library() -> ctypes.CDLL:
+def delta_library(name: str) -> ctypes.CDLL:
+    """That of `name`.cpp, a part of linear attention."""
     share_openmp()
     # Sums in the order in which they are written: a state that is computed again has the same bits.
     flags = ("-fopenmp", "-ffp-contract=off")
-    headers = tuple(SHARED_HEADERS / name for name in ("wide.h", "arithmetic.h"))
-    native = load_library(DELTA_SOURCE, flags, headers)
-    native.magicdec_delta_steps.argtypes = (_SIZE * 7, *[_POINTER] * 14)
-    native.magicdec_delta_steps.restype = None
-    return native
+    headers = tuple(SHARED_HEADERS / header for header in ("wide.h", "arithmetic.h"))
+    return load_library(SOURCE.with_name(f"{name}.cpp"), flags, headers)
+
+
+def call_delta(name: str, sizes: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """Call the function of `delta_library(name)`, whose arguments are sizes and tensors."""
+    assert all(x.is_contiguous() for x in tensors), "addresses follow from the sizes"
+    function = delta_library(name)[f"magicdec_{name}"]
+    pointers = [_POINTER(x.data_ptr()) for x in tensors]
+    function((_SIZE * len(sizes))(*sizes), *pointers)
 
 
 def check(x: Tensor) -> None:
@@ -158,6 +164,29 @@ class NativeElementwise(Elementwise):
     def clamped_gate(self, gate_up: Tensor, limit: float, alpha: float) -> Tensor:
         return self._gate(gate_up, CLAMPED, limit, alpha)
 
+    def delta_convolve(self, tokens: DeltaTokens, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        check(tokens.weight)
+        num_keys, num_values, key_dim, value_dim = tokens.sizes
+        num_rows, num_new = tokens.channels.shape[:2]
+        q = torch.empty(num_rows, num_new, num_keys, key_dim)
+        k = torch.empty_like(q)
+        v = torch.empty(num_rows, num_new, num_values, value_dim)
+        weight = tokens.weight.contiguous()
+        is_float32 = weight.dtype == torch.float32
+        sizes = (num_rows, num_new, *tokens.sizes, weight.shape[1], is_float32)
+        given = (tokens.channels.contiguous(), before.contiguous(), weight)
+        call_delta("delta_convolve", sizes, (*given, q, k, v))
+        return q, k, v
+
+    def delta_chunks(
+        self, state: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: DeltaTokens
+    ) -> tuple[Tensor, Tensor]:
+        after = state.clone(memory_format=torch.contiguous_format)
+        out = torch.empty(v.shape)
+        given = [x.contiguous() for x in (q, k, v, tokens.decay, tokens.rate)]
+        call_delta("delta_chunks", (*v.shape[:2], *tokens.sizes), (after, *given, out))
+        return out, after
+
     def delta_steps(
         self,
         held: HeldLayer,
@@ -167,14 +196,9 @@ class NativeElementwise(Elementwise):
         v: Tensor,
         tokens: DeltaTokens,
     ) -> Tensor:
-        num_keys, num_values, key_dim, value_dim = tokens.sizes
-        num_rows, num_new = v.shape[:2]
-        out = torch.empty(num_rows, num_new, num_values, value_dim)
-        sizes = num_rows, num_new, num_keys, num_values, key_dim, value_dim, held.keys.shape[1]
-        given = kernel_tensors(held, places, q, k, v, tokens)
-        delta_library().magicdec_delta_steps(
-            (_SIZE * 7)(*sizes), *(x.data_ptr() for x in (*given, out))
-        )
+        out = torch.empty(v.shape)
+        sizes = (*v.shape[:2], *tokens.sizes, held.keys.shape[1])
+        call_delta("delta_steps", sizes, (*kernel_tensors(held, places, q, k, v, tokens), out))
         keep_shared(held, places, k, tokens)
         return out
 

@@ -1,5 +1,5 @@
-"""The operations between a layer's GEMMs (norms, rotary embedding, gated activation, the steps of
-linear attention), with torch's operators as the reference. Implementations are listed in
+"""The operations between a layer's GEMMs (norms, rotary embedding, gated activation, linear
+attention), with torch's operators as the reference. Implementations are listed in
 `names.ELEMENTWISE`. A row's result is independent of other rows.
 
 Shapes: B rows, T new tokens, D head size, R rotated dimensions of a head, F MLP units.
@@ -14,7 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from magicdec.config.capabilities import Requirements
-from magicdec.model.elementwise.delta import DeltaTokens, HeldLayer, StatePlaces, delta_steps
+from magicdec.model.elementwise.delta import (
+    DeltaTokens,
+    HeldLayer,
+    StatePlaces,
+    convolve,
+    delta_steps,
+    recur_in_chunks,
+)
 
 
 class Elementwise:
@@ -56,6 +63,17 @@ class Elementwise:
         gate = gate.clamp(max=limit)
         return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(alpha * gate))
 
+    def delta_convolve(self, tokens: DeltaTokens, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of new tokens of a layer with linear attention, as `delta.convolve`."""
+        return convolve(tokens, before)
+
+    def delta_chunks(
+        self, state: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: DeltaTokens
+    ) -> tuple[Tensor, Tensor]:
+        """The outputs [B, T, H, E] of the tokens of a prompt, and the state after them, as
+        `delta.recur_in_chunks`."""
+        return recur_in_chunks(state, q, k, v, tokens)
+
     def delta_steps(
         self,
         held: HeldLayer,
@@ -65,7 +83,7 @@ class Elementwise:
         v: Tensor,
         tokens: DeltaTokens,
     ) -> Tensor:
-        """The outputs [B, T, H, E] of new tokens of a layer with linear attention, as
+        """The outputs [B, T, H, E] of new tokens that may be taken back, as
         `delta.delta_steps`."""
         return delta_steps(held, places, q, k, v, tokens)
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from magicdec.config.capabilities import Requirements
 from magicdec.kernels.build import load_kernels, next_power
 from magicdec.model.elementwise.delta import (
+    CHUNK,
+    NORM_EPS,
     DeltaTokens,
     HeldLayer,
     StatePlaces,
@@ -31,6 +33,10 @@ VECTOR = 8  # elements per thread: 16 bytes of bfloat16
 PAIRS = 256  # pairs of elements that a program rotates at most
 GATED = 512  # MLP units per program at most
 COLUMNS = 32  # of a state of linear attention per program at most
+PART = 16  # of a product's columns, or terms, at a time: operands and sums fit into registers
+FEW_TOKENS = 16  # of a forward, each of which has programs of its own
+TOKENS = 8  # of a prompt per program
+PRECISION = "tf32x3"  # of products in float32: three on tensor cores, some 2^-22 of a number
 
 
 @cache
@@ -102,6 +108,92 @@ class TritonElementwise(Elementwise):
             num_warps=_warps(block),
         )
         return out
+
+    def delta_convolve(self, tokens: DeltaTokens, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        num_keys, num_values, key_dim, value_dim = tokens.sizes
+        num_rows, num_new = tokens.channels.shape[:2]
+        q = before.new_empty(num_rows, num_new, num_keys, key_dim)
+        k = before.new_empty(q.shape)
+        v = before.new_empty(num_rows, num_new, num_values, value_dim)
+        weight = tokens.weight.contiguous()
+        block = next_power(max(key_dim, value_dim))
+        num_tokens = 1 if num_new <= FEW_TOKENS else TOKENS
+        grid = (num_rows * -(-num_new // num_tokens), 2 * num_keys + num_values)
+        kernels(before.device.type).convolve_rows[grid](
+            tokens.channels.contiguous(),
+            before.contiguous(),
+            weight,
+            q,
+            k,
+            v,
+            num_new,
+            LENGTH=weight.shape[1],
+            KEY_HEADS=num_keys,
+            HEADS=num_values,
+            KEY_SIZE=key_dim,
+            SIZE=value_dim,
+            BLOCK=block,
+            TOKENS=num_tokens,
+            SCALE=key_dim**-0.5,
+            EPS=NORM_EPS,
+            num_warps=_warps(block),
+        )
+        return q, k, v
+
+    def delta_chunks(
+        self, state: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: DeltaTokens
+    ) -> tuple[Tensor, Tensor]:
+        num_keys, num_values, key_dim, value_dim = tokens.sizes
+        num_rows, num_new = v.shape[:2]
+        heads = num_rows * num_values
+        num_chunks = -(-num_new // CHUNK)
+        q, k, v, decay, rate = (x.contiguous() for x in (q, k, v, tokens.decay, tokens.rate))
+        after = state.clone(memory_format=torch.contiguous_format)
+        out = v.new_empty(v.shape)
+        solutions = v.new_empty(heads, num_chunks, CHUNK, CHUNK)
+        scores = v.new_empty(solutions.shape)
+        module = kernels(v.device.type)
+        module.chunk_products[(heads, num_chunks)](
+            q,
+            k,
+            decay,
+            rate,
+            solutions,
+            scores,
+            num_new,
+            KEY_HEADS=num_keys,
+            HEADS=num_values,
+            KEY_SIZE=key_dim,
+            CHUNK=CHUNK,
+            DEPTH=PART,
+            PRECISION=PRECISION,
+            num_warps=4,
+        )
+        module.chunk_solutions[(heads, num_chunks)](
+            solutions, rate, num_new, HEADS=num_values, CHUNK=CHUNK, num_warps=2
+        )
+        module.chunk_rows[(heads, -(-value_dim // PART))](
+            after,
+            q,
+            k,
+            v,
+            decay,
+            solutions,
+            scores,
+            out,
+            num_new,
+            KEY_HEADS=num_keys,
+            HEADS=num_values,
+            KEY_SIZE=key_dim,
+            SIZE=value_dim,
+            BLOCK_V=PART,
+            CHUNK=CHUNK,
+            DEPTH=PART,
+            PRECISION=PRECISION,
+            num_warps=4,
+            num_stages=1,
+        )
+        return out, after
 
     def delta_steps(
         self,

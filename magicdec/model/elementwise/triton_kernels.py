@@ -1,4 +1,4 @@
-"""Triton kernels between a layer's GEMMs: norm, rotary embedding, gated activation, steps of linear
+"""Triton kernels between a layer's GEMMs: norm, rotary embedding, gated activation, linear
 attention, in float32, rounded once. Imported only where Triton is installed.
 
 The division of a row depends on the model's sizes alone (norm strides are not specialised), so a
@@ -180,3 +180,203 @@ def delta_rows(
         slot = row * SLOTS + (end + number) % SLOTS
         tl.store(corrections + (slot * HEADS + head) * SIZE + j, correction, mask=in_value)
         tl.store(out + from_value, tl.sum(state * query[:, None], 0), mask=in_value)
+
+
+@triton.jit(do_not_specialize=["num_new"])
+def convolve_rows(
+    channels,
+    before,
+    weight,
+    q,
+    k,
+    v,
+    num_new,
+    LENGTH: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SCALE: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """The convolution before linear attention (`delta.convolve`) of one head and TOKENS tokens of a
+    row, one after the other: a token has the same bits in each call. All tensors are contiguous.
+    Grid: (B * blocks of tokens, 2 KEY_HEADS + HEADS)."""
+    num_blocks = tl.cdiv(num_new, TOKENS)
+    batch = (tl.program_id(0) // num_blocks).to(tl.int64)
+    begin = tl.program_id(0) % num_blocks * TOKENS
+    head = tl.program_id(1)
+    width = tl.where(head < 2 * KEY_HEADS, KEY_SIZE, SIZE)
+    value = head - 2 * KEY_HEADS
+    first = tl.where(value < 0, head * KEY_SIZE, 2 * KEY_HEADS * KEY_SIZE + value * SIZE)
+    i = tl.arange(0, BLOCK)
+    inside = i < width
+    num_channels: tl.constexpr = 2 * KEY_HEADS * KEY_SIZE + HEADS * SIZE
+    for t in range(begin, min(begin + TOKENS, num_new)):
+        mixed = tl.zeros([BLOCK], tl.float32)
+        for place in tl.static_range(LENGTH):
+            at = t - (LENGTH - 1) + place
+            new = channels + (batch * num_new + at) * num_channels + first + i
+            old = before + (batch * (LENGTH - 1) + LENGTH - 1 + at) * num_channels + first + i
+            x = tl.load(new, mask=inside & (at >= 0), other=0.0)
+            x += tl.load(old, mask=inside & (at < 0), other=0.0)
+            factor = tl.load(weight + (first + i) * LENGTH + place, mask=inside, other=0.0)
+            mixed += x * factor.to(tl.float32)
+        e = tl.exp(-tl.abs(mixed))  # the argument is never positive, so exp cannot overflow
+        mixed *= tl.where(mixed < 0, e, 1.0) / (1.0 + e)
+        token = batch * num_new + t
+        if value < 0:
+            mixed *= tl.rsqrt(tl.sum(mixed * mixed, 0) + EPS)
+            if head < KEY_HEADS:
+                place_q = q + (token * KEY_HEADS + head) * KEY_SIZE + i
+                tl.store(place_q, mixed * SCALE, mask=inside)
+            else:
+                place_k = k + (token * KEY_HEADS + head - KEY_HEADS) * KEY_SIZE + i
+                tl.store(place_k, mixed, mask=inside)
+        else:
+            tl.store(v + (token * HEADS + value) * SIZE + i, mixed, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_new"])
+def chunk_products(
+    q,
+    k,
+    decay,
+    rate,
+    mixings,
+    scores,
+    num_new,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What the tokens of a chunk have of each other in linear attention (`delta.recur_in_chunks`):
+    `mixings`, rate_i r_ij (k_i . k_j) of earlier tokens j, and `scores`, r_ij (q_i . k_j) of these
+    and of itself; both [B * HEADS, chunks, CHUNK, CHUNK]. Grid: (B * HEADS, chunks)."""
+    batch = (tl.program_id(0) // HEADS).to(tl.int64)
+    head = tl.program_id(0) % HEADS
+    key_head = head // (HEADS // KEY_HEADS)
+    i = tl.arange(0, CHUNK)
+    at = tl.program_id(1) * CHUNK + i
+    is_token = at < num_new
+    token = batch * num_new + at
+    from_key = (token[:, None] * KEY_HEADS + key_head) * KEY_SIZE
+    mixing = tl.zeros([CHUNK, CHUNK], tl.float32)
+    seen = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for begin in range(0, KEY_SIZE, DEPTH):
+        d = begin + tl.arange(0, DEPTH)
+        inside = is_token[:, None] & (d < KEY_SIZE)[None, :]
+        keys = tl.load(k + from_key + d[None, :], mask=inside, other=0.0)
+        mixing = tl.dot(keys, tl.trans(keys), mixing, input_precision=PRECISION)
+        queries = tl.load(q + from_key + d[None, :], mask=inside, other=0.0)
+        seen = tl.dot(queries, tl.trans(keys), seen, input_precision=PRECISION)
+    rates = tl.load(rate + token * HEADS + head, mask=is_token, other=0.0)
+    decays = tl.cumsum(tl.load(decay + token * HEADS + head, mask=is_token, other=0.0), 0)
+    is_earlier = i[:, None] > i[None, :]
+    is_itself = i[:, None] == i[None, :]
+    ratio = tl.exp(tl.where(is_earlier, decays[:, None] - decays[None, :], 0.0))
+    number = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    place = number * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
+    tl.store(mixings + place, tl.where(is_earlier, mixing * ratio * rates[:, None], 0.0))
+    tl.store(scores + place, tl.where(is_earlier | is_itself, seen * ratio, 0.0))
+
+
+@triton.jit(do_not_specialize=["num_new"])
+def chunk_solutions(mixings, rate, num_new, HEADS: tl.constexpr, CHUNK: tl.constexpr):
+    """In place of `mixings` M [B * HEADS, chunks, CHUNK, CHUNK], the inverses of I + M with columns
+    times their tokens' rates, row by row: a power of M may be huge. Grid: (B * HEADS, chunks)."""
+    batch = (tl.program_id(0) // HEADS).to(tl.int64)
+    head = tl.program_id(0) % HEADS
+    i = tl.arange(0, CHUNK)
+    number = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    begin = mixings + number * CHUNK * CHUNK
+    solution = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for row in range(0, CHUNK):
+        factors = tl.load(begin + row * CHUNK + i)
+        solved = tl.where(i == row, 1.0, 0.0) - tl.sum(factors[:, None] * solution, 0)
+        solution = tl.where(i[:, None] == row, solved[None, :], solution)
+    at = tl.program_id(1) * CHUNK + i
+    rates = tl.load(rate + (batch * num_new + at) * HEADS + head, mask=at < num_new, other=0.0)
+    tl.debug_barrier()  # all rows are read
+    tl.store(begin + i[:, None] * CHUNK + i[None, :], solution * rates[None, :])
+
+
+@triton.jit(do_not_specialize=["num_new"])
+def chunk_rows(
+    states,
+    q,
+    k,
+    v,
+    decay,
+    solutions,
+    scores,
+    out,
+    num_new,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The chunks of a prompt in linear attention (`delta.recur_in_chunks`), one after the other, of
+    one head and BLOCK_V columns of its state [KEY_SIZE, SIZE], which is changed in place, with what
+    `chunk_products` and `chunk_solutions` have made. Grid: (B * HEADS, tiles of columns)."""
+    batch = (tl.program_id(0) // HEADS).to(tl.int64)
+    head = tl.program_id(0) % HEADS
+    key_head = head // (HEADS // KEY_HEADS)
+    i = tl.arange(0, CHUNK)
+    depth = tl.arange(0, DEPTH)
+    j = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_value = j < SIZE
+    held = states + tl.program_id(0).to(tl.int64) * KEY_SIZE * SIZE + j[None, :]
+    num_chunks = tl.cdiv(num_new, CHUNK)
+    for chunk in range(0, num_chunks):
+        at = chunk * CHUNK + i
+        is_token = at < num_new
+        token = batch * num_new + at
+        from_key = (token[:, None] * KEY_HEADS + key_head) * KEY_SIZE
+        from_value = (token[:, None] * HEADS + head) * SIZE + j[None, :]
+        in_values = is_token[:, None] & in_value[None, :]
+        number = tl.program_id(0).to(tl.int64) * num_chunks + chunk
+        square = number * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
+        steps = tl.load(decay + token * HEADS + head, mask=is_token, other=0.0)
+        decays = tl.cumsum(steps, 0)
+        total = tl.sum(steps, 0)
+        read = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+        outputs = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+        for begin in range(0, KEY_SIZE, DEPTH):
+            d = begin + depth
+            inside = is_token[:, None] & (d < KEY_SIZE)[None, :]
+            in_state = (d < KEY_SIZE)[:, None] & in_value[None, :]
+            state = tl.load(held + d[:, None] * SIZE, mask=in_state, other=0.0)
+            keys = tl.load(k + from_key + d[None, :], mask=inside, other=0.0)
+            read = tl.dot(keys, state, read, input_precision=PRECISION)
+            queries = tl.load(q + from_key + d[None, :], mask=inside, other=0.0)
+            outputs = tl.dot(queries, state, outputs, input_precision=PRECISION)
+        since = tl.exp(decays)[:, None]
+        values = tl.load(v + from_value, mask=in_values, other=0.0) - since * read
+        solution = tl.load(solutions + square)
+        corrections = tl.dot(solution, values, input_precision=PRECISION)
+        seen = tl.load(scores + square)
+        outputs = tl.dot(seen, corrections, since * outputs, input_precision=PRECISION)
+        tl.store(out + from_value, outputs, mask=in_values)
+        left = tl.exp(total - decays)[:, None]
+        tl.debug_barrier()  # all threads have read the state
+        for begin in range(0, KEY_SIZE, DEPTH):
+            d = begin + depth
+            inside = is_token[:, None] & (d < KEY_SIZE)[None, :]
+            in_state = (d < KEY_SIZE)[:, None] & in_value[None, :]
+            place = held + d[:, None] * SIZE
+            state = tl.load(place, mask=in_state, other=0.0) * tl.exp(total)
+            keys = tl.load(k + from_key + d[None, :], mask=inside, other=0.0) * left
+            state = tl.dot(tl.trans(keys), corrections, state, input_precision=PRECISION)
+            tl.store(place, state, mask=in_state)
+        tl.debug_barrier()  # the state is written

@@ -9,7 +9,9 @@ SNAPSHOTS = "test_hybrid_prefixes.py::"
 STATES = "runner/layer_states.py"
 DELTA = "model/elementwise/delta.py"
 DELTA_TRITON = "model/elementwise/triton_kernels.py"
-DELTA_NATIVE = "model/elementwise/delta.cpp"
+DELTA_NATIVE = "model/elementwise/delta_steps.cpp"
+CHUNKS_NATIVE = "model/elementwise/delta_chunks.cpp"
+CONVOLUTION_NATIVE = "model/elementwise/delta_convolve.cpp"
 
 PROPERTIES = (
     Property(
@@ -277,9 +279,9 @@ PROPERTIES = (
             Fault(
                 "keys of tokens that are still read give way",
                 "model/elementwise/native.py",
-                "        out = torch.empty(num_rows, num_new, num_values, value_dim)\n",
-                "        out = torch.empty(num_rows, num_new, num_values, value_dim)\n"
-                "        keep_shared(held, places, k, tokens)\n",
+                "        out = torch.empty(v.shape)\n        sizes =",
+                "        out = torch.empty(v.shape)\n"
+                "        keep_shared(held, places, k, tokens)\n        sizes =",
             ),
             Fault(
                 "the base moves to the newest token",
@@ -302,14 +304,122 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "Native prompts of linear attention are the rule.",
+        f"{HYBRID}test_prompts_of_kernels_are_the_rule[native-{(2, 8, 6, 43)}]",
+        (
+            Fault(
+                "a chunk has the keys of the one before",
+                CHUNKS_NATIVE,
+                "chunk.take_keys(p, b, begin, count, first / all);",
+                "if (!begin) chunk.take_keys(p, b, begin, count, first / all);",
+            ),
+            Fault(
+                "a value head has the decays of the first",
+                CHUNKS_NATIVE,
+                "chunk.take_decays(p, b, begin, count, h);",
+                "chunk.take_decays(p, b, begin, count, first);",
+            ),
+            Fault(
+                "rows of a tile are solved without each other",
+                CHUNKS_NATIVE,
+                "for (int m = 0; m < n; ++m)",
+                "for (int m = 0; m < 0; ++m)",
+            ),
+            Fault(
+                "the state does not decay",
+                CHUNKS_NATIVE,
+                "scale(sums, &total, 0);",
+                "",
+            ),
+            Fault(
+                "keys do not decay to the end of the chunk",
+                CHUNKS_NATIVE,
+                "left[i] = sum - decays[i];",
+                "left[i] = 0;",
+            ),
+            Fault(
+                "tokens see themselves not",
+                CHUNKS_NATIVE,
+                "scores[i][j] = j <= i ?",
+                "scores[i][j] = j < i ?",
+            ),
+        ),
+    ),
+    Property(
+        "The native convolution before linear attention is torch's.",
+        f"{HYBRID}test_kernels_convolve_as_torch[native-{(2, 8, 6, 43)}-16]",
+        (
+            Fault(
+                "the tokens before a row's are those of the first row",
+                CONVOLUTION_NATIVE,
+                "p.before + (b * (p.K - 1)",
+                "p.before + (0 * (p.K - 1)",
+            ),
+            Fault(
+                "keys are divided as queries are",
+                CONVOLUTION_NATIVE,
+                "p.G * p.D, true, 1};",
+                "p.G * p.D, true, 1 / std::sqrt(float(p.D))};",
+            ),
+            Fault(
+                "the newest token has the oldest one's weight",
+                CONVOLUTION_NATIVE,
+                "*weight = weights + i * C",
+                "*weight = weights + (p.K - 1 - i) * C",
+            ),
+        ),
+    ),
+    Property(
+        "Triton's prompts of linear attention are the rule.",
+        f"{HYBRID}test_prompts_of_kernels_are_the_rule[triton-{(1, 3, 5, 34)}]",
+        (
+            Fault(
+                "the state is that before the prompt for all chunks",
+                DELTA_TRITON,
+                "tl.store(place, state, mask=in_state)",
+                "tl.store(place, state, mask=in_state & (chunk == num_chunks - 1))",
+            ),
+            Fault(
+                "a solution has no columns' rates",
+                DELTA_TRITON,
+                "solution * rates[None, :])",
+                "solution)",
+            ),
+            Fault(
+                "a chunk is solved in a step",
+                DELTA_TRITON,
+                "tl.sum(factors[:, None] * solution, 0)",
+                "factors",
+            ),
+        ),
+    ),
+    Property(
+        "Triton's convolution before linear attention is torch's.",
+        f"{HYBRID}test_kernels_convolve_as_torch[triton-{(1, 3, 5, 34)}-16]",
+        (
+            Fault(
+                "a block has no tokens of the one before",
+                DELTA_TRITON,
+                "mask=inside & (at >= 0), other=0.0)",
+                "mask=inside & (at >= begin), other=0.0)",
+            ),
+            Fault(
+                "queries are not divided",
+                DELTA_TRITON,
+                "mixed * SCALE",
+                "mixed",
+            ),
+        ),
+    ),
+    Property(
         "Triton's steps of linear attention are those of torch.",
         f"{HYBRID}test_steps_of_kernels_are_those_of_torch[triton-{(1, 3, 5, 34)}]",
         (
             Fault(
                 "a program has the key of another head",
                 DELTA_TRITON,
-                "key_head = head // (HEADS // KEY_HEADS)",
-                "key_head = head % KEY_HEADS + 1",
+                "key_head = head // (HEADS // KEY_HEADS)\n    row =",
+                "key_head = head % KEY_HEADS + 1\n    row =",
             ),
             Fault(
                 "a program stores its state a token late",
