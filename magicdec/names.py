@@ -121,7 +121,7 @@ EXPORTS = {
     "golden": "magicdec.bench.export.golden:GOLDEN",
 }
 EVERY_KIND = "table"  # the format that holds records of every kind
-# What computes norms, rotation and gates, and the steps of linear attention.
+# What computes norms, rotation and gates, and linear attention.
 ELEMENTWISE = {
     "torch": "magicdec.model.elementwise.operators:Elementwise",
     "native": "magicdec.model.elementwise.native:NativeElementwise",

@@ -1,5 +1,5 @@
-"""Time attention, linear layers, states of linear attention and collectives, and compare them with
-this machine's ceilings.
+"""Time attention, linear layers, states and prompts of linear attention, and collectives, and
+compare them with this machine's ceilings.
 
     python scripts/dev/bench_kernels.py            # about 7 minutes on 2 cores
     python scripts/dev/bench_kernels.py --quick    # about one
@@ -40,7 +40,7 @@ from magicdec.kv.cache import KVCache
 from magicdec.kv.layout import POOL_DTYPES
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import KVView, make_view
-from magicdec.model.elementwise.delta import DeltaTokens, StatePlaces, convolve
+from magicdec.model.elementwise.delta import CHUNK, DeltaTokens, StatePlaces, convolve
 from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.linear.packed import PackedLinear
 from magicdec.model.mixers import LinearAttention
@@ -52,6 +52,7 @@ COLUMNS = (
     ("attention", "backend", "dtype", "batch", "heads", "kv_heads", "head_size", "seq_len", "T"),
     ("linear", "call", "dtype", "out", "in", "rows"),
     ("states", "call", "batch", "gamma", "MB"),
+    ("prompts", "call", "batch", "tokens"),
     ("collectives", "backend", "collective", "ranks", "bytes"),
 )
 COLD_BYTES = 256 << 20  # K and V of all layers together
@@ -263,14 +264,48 @@ def state_rows(quick: bool, seconds: float) -> list[dict[str, Any]]:
             }
             plain, native = (way() for way in ways.values())
             torch.testing.assert_close(native, plain, atol=1e-5, rtol=1e-5)
-            before = torch.zeros(batch, shape.length - 1, shape.channels)
-            ways["convolution"] = partial(convolve, tokens, before)
+            ways |= convolutions(tokens, shape)
             ways["reading as much"] = over(numbers, torch.sum)
             size: dict[str, Any] = {"dtype": "float32", "batch": batch, "gamma": gamma}
             size |= {"bytes": moved, "MB": round(moved / 1e6, 1)}
             timings = interleaved(ways, seconds)
             rows += [{"call": name, **size, **t.as_json()} for name, t in timings.items()]
     return rows
+
+
+def prompt_rows(quick: bool, seconds: float) -> list[dict[str, Any]]:
+    """The tokens of a prompt in a layer with linear attention: the convolution, then chunks, with
+    the FLOPs that these need at least."""
+    shape = StateShape.of([STATES], Shard())
+    rows = []
+    for num_tokens in (512,) if quick else (64, 512, 2048):
+        tokens = new_tokens(shape, 1, num_tokens)
+        ways: dict[str, Callable[[], Any]] = dict(convolutions(tokens, shape))
+        parts = ways["native convolution"]()
+        state = torch.randn(1, shape.num_values, shape.key_dim, shape.value_dim)
+        for name in ("torch", "native"):
+            chunks = load_named(ELEMENTWISE, name)().delta_chunks
+            ways[f"{name} chunks"] = partial(chunks, state, *parts, tokens)
+        for part in ("convolution", "chunks"):
+            plain, native = (ways[f"{name} {part}"]() for name in ("torch", "native"))
+            torch.testing.assert_close(native, plain, atol=1e-5, rtol=1e-5)
+        of_values = STATES.num_value_heads * (3 * STATES.key_dim + CHUNK) * STATES.value_dim
+        flops = 2 * num_tokens * (of_values + STATES.num_key_heads * STATES.key_dim * CHUNK)
+        size: dict[str, Any] = {"dtype": "float32", "batch": 1, "tokens": num_tokens}
+        size |= {"bytes": 4 * num_tokens * shape.channels, "flops": flops}
+        timings = interleaved(ways, seconds)
+        rows += [{"call": name, **size, **t.as_json()} for name, t in timings.items()]
+    return rows
+
+
+def convolutions(tokens: DeltaTokens, shape: StateShape) -> dict[str, Callable[[], Any]]:
+    before = torch.zeros(len(tokens.channels), shape.length - 1, shape.channels)
+    return {
+        f"{name} convolution": partial(
+            load_named(ELEMENTWISE, name)().delta_convolve, tokens, before
+        )
+        for name in ("torch", "native")
+    }
 
 
 def new_tokens(shape: StateShape, batch: int, num_new: int) -> DeltaTokens:
@@ -369,7 +404,7 @@ def print_tables(measured: dict[str, Any]) -> None:
 
 def share_of_peak(kind: str, row: dict[str, Any], machine: dict[str, Any]) -> str:
     """The share of the read bandwidth, or of the FLOP/s if those are the limit."""
-    if kind == "collectives" or row.get("call") == "convolution":
+    if kind == "collectives" or "convolution" in row.get("call", ""):
         return ""  # whose bytes are not counted
     dtype = row["dtype"]
     by_bytes = row["bytes"] / machine["read_bytes_per_s"]
@@ -404,6 +439,8 @@ def main() -> None:
             measured["linear"] = linear_rows(args.quick, seconds / 4)
         if "states" in args.only:
             measured["states"] = state_rows(args.quick, seconds)
+        if "prompts" in args.only:
+            measured["prompts"] = prompt_rows(args.quick, seconds)
     if "collectives" in args.only:
         measured["collectives"] = collective_rows(seconds / 4)
     print_tables(measured)
