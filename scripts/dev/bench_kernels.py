@@ -289,8 +289,8 @@ def prompt_rows(quick: bool, seconds: float) -> list[dict[str, Any]]:
         for part in ("convolution", "chunks"):
             plain, native = (ways[f"{name} {part}"]() for name in ("torch", "native"))
             torch.testing.assert_close(native, plain, atol=1e-5, rtol=1e-5)
-        of_values = STATES.num_value_heads * (3 * STATES.key_dim + CHUNK) * STATES.value_dim
-        flops = 2 * num_tokens * (of_values + STATES.num_key_heads * STATES.key_dim * CHUNK)
+        value_flops = STATES.num_value_heads * (3 * STATES.key_dim + CHUNK) * STATES.value_dim
+        flops = 2 * num_tokens * (value_flops + STATES.num_key_heads * STATES.key_dim * CHUNK)
         size: dict[str, Any] = {"dtype": "float32", "batch": 1, "tokens": num_tokens}
         size |= {"bytes": 4 * num_tokens * shape.channels, "flops": flops}
         timings = interleaved(ways, seconds)
