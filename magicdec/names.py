@@ -190,7 +190,8 @@ QUANTIZERS = {
 DTYPES = ("float32", "bfloat16")
 STORED = "stored"  # matrices as the checkpoint stores them: numbers in groups
 WEIGHT_DTYPES = (*DTYPES, "int8", STORED)
-KV_DTYPES = ("int8", "int4")  # of a cache with fewer bits than a run has
+# Of a cache with fewer bits than a run has, with the bits of a number beside its scale.
+KV_DTYPES = {"fp8": 8, "int8": 8, "int4": 4}
 LOW_BIT = ("int8", "int4")  # QUANTIZERS of drafts that `advise` and the gate try
 FP8 = "fp8"  # matrices, and the activations that they are multiplied with, in e4m3
 DRAFT_WEIGHTS = (*LOW_BIT, "int4_g128", FP8)

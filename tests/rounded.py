@@ -3,7 +3,17 @@
 import torch
 from torch import Tensor
 
-CODES = [torch.int8, torch.uint8]  # of pools: int8, and int4, two in a byte
+FP8 = torch.float8_e4m3fn
+CODES = [torch.int8, torch.uint8, FP8]  # of pools: int8, int4, two in a byte, and FP8
+
+
+def as_fp8(numbers: Tensor) -> Tensor:
+    """Numbers rounded to a sign, an exponent from -6 to 8 and three bits, at most 448, float32."""
+    magnitudes = numbers.double().abs()
+    exponents = magnitudes.clamp(min=2**-6).log2().floor()
+    steps = 2 ** (exponents - 3)
+    rounded = (magnitudes / steps).round() * steps  # of two as near, to the even one
+    return (rounded.clamp(max=448) * numbers.sign()).float()
 
 
 def as_int8(numbers: Tensor) -> Tensor:
@@ -46,6 +56,8 @@ def as_stored(numbers: Tensor, dtype: torch.dtype, are_keys: bool = False) -> Te
     """Numbers [..., D], values if not keys, as a pool of this dtype has them, by the definition."""
     if dtype not in CODES:
         return numbers
+    if dtype == FP8:
+        return as_fp8(numbers)
     if dtype == torch.int8:
         return as_int8(numbers)
     return as_int4_keys(numbers) if are_keys else as_int4(numbers)

@@ -35,8 +35,10 @@ FLAGS = (*FAST_MATH, "-fopenmp")
 STORAGE = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float8_e4m3fn),
     (torch.bfloat16, torch.int8),
     (torch.bfloat16, torch.uint8),
+    (torch.float32, torch.float8_e4m3fn),
     (torch.float32, torch.int8),
     (torch.float32, torch.uint8),
 )

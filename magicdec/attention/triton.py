@@ -32,7 +32,8 @@ REGISTERS = 65_536  # of a processor, since capability 5.0
 SHARED_OVERHEAD = 1024  # bytes of shared memory that the system takes for each program
 INTERPRETED_PROGRAMS = 8  # assumed to run at once on a CPU, so that tests split keys as a GPU does
 STORAGE = (torch.float32, torch.bfloat16)
-BITS = {torch.int8: 8, torch.uint8: 4}  # of codes, by the dtype of a pool
+# Of codes, by the dtype of a pool.
+BITS = {torch.float8_e4m3fn: 8, torch.int8: 8, torch.uint8: 4}
 # Sums that four warps hold in registers, beside what they widen from codes of so many bits.
 MOST_SUMS = {0: 64 * 128, 8: 32 * 128, 4: 16 * 128}
 
@@ -144,13 +145,16 @@ class Call:
         self.rows, self.num_new, self.num_heads, size = q.shape
         cache = view.cache
         self.ranges = view.layer_ranges(layer).contiguous()
-        self.k_pool = cache.k[layer]
-        self.v_pool = cache.v[layer]
+        stored = cache.k.dtype
+        # Kernels read FP8 as bytes, since not all GPUs know it.
+        read_as = torch.uint8 if stored == torch.float8_e4m3fn else stored
+        self.k_pool = cache.k[layer].view(read_as)
+        self.v_pool = cache.v[layer].view(read_as)
         self.key_list = None if key_list is None else key_list[:, layer if view.per_head else 0]
         self.num_kv_heads = k.shape[2]
         group = self.num_heads // self.num_kv_heads
         packed = self.num_new * group
-        bits = BITS.get(self.k_pool.dtype, 0)
+        bits = BITS.get(stored, 0)
         block_d = max(32 if bits == 4 else 16, next_power(size))
         tile = choose_tile(q.dtype, block_d, packed, bits, q.device.type == "cpu")
         self.num_tiles = -(-packed // tile["BLOCK_M"])

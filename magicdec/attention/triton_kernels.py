@@ -43,8 +43,10 @@ def _load_tokens(
     BITS: tl.constexpr,
 ):
     """Keys or values [N, D] at `slots` [N]; 0 unless `valid`. Codes of `BITS` bits (0: none) are
-    widened to `DTYPE`."""
-    if BITS == 8:
+    widened to `DTYPE`; those of 8 bits are FP8 in a pool of uint8."""
+    if BITS == 8 and pool.dtype.element_ty == tl.uint8:
+        tokens = _load_fp8(pool, slots, valid, SIZE, BLOCK_D).to(DTYPE)
+    elif BITS == 8:
         tokens = _load_int8(pool, slots, valid, SIZE, BLOCK_D).to(DTYPE)
     elif BITS == 4:
         tokens = _load_int4(pool, slots, valid, SIZE, BLOCK_D).to(DTYPE)
@@ -53,6 +55,32 @@ def _load_tokens(
         mask = valid[:, None] & (d < SIZE)[None, :]
         tokens = tl.load(pool + slots[:, None] * SIZE + d[None, :], mask=mask, other=0.0)
     return tokens
+
+
+@triton.jit
+def _load_fp8(pool, slots, valid, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """As float32. The bits of e4m3 are those of a float16 that is smaller by 2^8, without the last
+    seven: GPUs before capability 8.9, and the interpreter, convert no FP8."""
+    d = tl.arange(0, BLOCK_D)
+    mask = valid[:, None] & (d < SIZE)[None, :]
+    codes = tl.load(pool + slots[:, None] * SIZE + d[None, :], mask=mask, other=0).to(tl.uint16)
+    smaller = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
+    return smaller.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def _store_fp8(pool, slots, numbers, valid, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Writes numbers float32 [N, D], to nearest, halves to even; larger ones than 448 become that,
+    and NaN stays."""
+    d = tl.arange(0, BLOCK_D)
+    bits = numbers.to(tl.int32, bitcast=True)
+    least = _round(tl.minimum(tl.abs(numbers), 0.015625) * 512.0).to(tl.int32)
+    rest = bits & 0x7FFFFFFF
+    normal = tl.minimum(((rest + 0x7FFFF + ((rest >> 20) & 1)) >> 20) - (120 << 3), 0x7E)
+    codes = tl.where(rest < (121 << 23), least, normal)  # of 2^-6
+    codes = tl.where(rest > 0x7F800000, 0x7F, codes) | ((bits >> 24) & 0x80)
+    mask = valid[:, None] & (d < SIZE)[None, :]
+    tl.store(pool + slots[:, None] * SIZE + d[None, :], codes.to(tl.uint8), mask=mask)
 
 
 @triton.jit
@@ -298,7 +326,10 @@ def _append(
     source = head * SIZE + d[None, :]
     new_k = tl.load(k + row * k_row + token[:, None] * k_token + source, mask=mask, other=0.0)
     new_v = tl.load(v + row * v_row + token[:, None] * v_token + source, mask=mask, other=0.0)
-    if BITS == 8:
+    if BITS == 8 and k_pool.dtype.element_ty == tl.uint8:
+        _store_fp8(k_pool, slots, new_k.to(tl.float32), is_new, SIZE, BLOCK_D)
+        _store_fp8(v_pool, slots, new_v.to(tl.float32), is_new, SIZE, BLOCK_D)
+    elif BITS == 8:
         _store_int8(k_pool, slots, new_k.to(tl.float32), is_new, SIZE, BLOCK_D)
         _store_int8(v_pool, slots, new_v.to(tl.float32), is_new, SIZE, BLOCK_D)
     elif BITS == 4:

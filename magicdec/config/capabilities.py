@@ -66,7 +66,7 @@ class Capabilities(Requirements):
     """The features of an attention backend (`AttentionBackend.capabilities`)."""
 
     head_sizes: HeadSizes | None = None  # None: all
-    reads_codes: bool = False  # it reads a KV cache that is stored in int8 or int4
+    reads_codes: bool = False  # it reads a KV cache that is stored in `KV_DTYPES`
     keeps_window: bool = True  # it supports the sliding window of a model
     keeps_sinks: bool = True  # it computes the sink logits of a model
     returns_weights: bool = True  # it can return the attention weights of each block of keys

@@ -127,7 +127,7 @@ class KVSection:
         "int4",
         "The dtype of the copy that drafts read, where the policy copies all tokens in fewer bits "
         "than the target's cache has. The target's own is --kv_dtype.",
-        choices=KV_DTYPES,
+        choices=tuple(KV_DTYPES),
     )
     recent_window: int | None = setting(
         None,
@@ -172,9 +172,9 @@ class AttentionSection:
     prefill_chunk: int = setting(512, "Prompt tokens in each forward of prefill.", least=1)
     kv_dtype: str = setting(
         "auto",
-        "The dtype in which the target's KV cache is stored, with drafts and without. int8 has a "
-        "scale for each token and head, int4 one for 32 of their dimensions; both are the "
-        "arithmetic of another model. auto is --dtype.",
+        "The dtype in which the target's KV cache is stored, with drafts and without. fp8 is e4m3 "
+        "without scales, int8 has a scale for each token and head, int4 one for 32 of their "
+        "dimensions; all are the arithmetic of another model. auto is --dtype.",
         choices=("auto", *KV_DTYPES),
     )
 

@@ -51,7 +51,7 @@ class Deployment:
     tp: int = 1
     nodes: int = 1
     low_bit: str | None = None  # one of NARROW
-    kv_dtype: str | None = None  # int8 or int4 K and V
+    kv_dtype: str | None = None  # of K and V, if not that of weights: one of `KV_DTYPES`
 
     def forward(self, B: int, T: int, S: int, num_logits: int | None = None) -> ForwardCost:
         """The cost on the rank with the most query heads, for which the others wait. `num_logits`
@@ -311,7 +311,7 @@ def stored_bytes(
 def kv_bytes_per_token(
     config: ModelConfig, shard: Shard, dtype_bytes: int, kv_dtype: str | None = None
 ) -> int:
-    """Bytes of K and V of one cached token in all layers, with the scales of int8 or int4."""
+    """Bytes of K and V of one cached token in all layers, with the scales of codes."""
     mixer_bytes = sum(n * m.entry_bytes(shard, dtype_bytes) for m, n in mixers_of(config).items())
     num_layers = sum(attention_layers(config).values())
     entry_bytes = attention_entry_bytes(config, shard, dtype_bytes, kv_dtype)
@@ -326,6 +326,7 @@ def attention_entry_bytes(
     size = config.cached_head_dim
     head_bytes = {
         None: size * dtype_bytes,
+        "fp8": size,
         "int8": size + SCALE_BYTES,
         "int4": -(-size // CODED_GROUP) * GROUP_BYTES,
     }

@@ -122,7 +122,7 @@ class KVCache(KVPool):
             self.block_table[row, first : first + num_blocks] = index
             self.blocks[row] += new
             for pool in (self.k, self.v):
-                pool.index_fill_(1, index, 0)
+                pool[:, index] = 0  # torch has no `index_fill_` of FP8
 
     def reserve(self, count: int) -> list[int]:
         """Blocks that no row is given."""

@@ -182,6 +182,31 @@ class Coded(KVLayout):
         return _byte_tiles(pool)[..., : TILE * self.code_bytes(pool.shape[-1])]
 
 
+class Float8(Coded):
+    """FP8 codes (e4m3, arXiv 2209.05433) without scales, as other programs store them by default:
+    what is larger than FP8's largest number becomes that (attention/cpp/native_fp8.h)."""
+
+    def code_bytes(self, token_size: int) -> int:
+        return token_size
+
+    def encode(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        most = torch.finfo(torch.float8_e4m3fn).max
+        codes = numbers.clamp(-most, most).to(torch.float8_e4m3fn)
+        return codes, numbers.new_empty(*numbers.shape[:-1], 0)
+
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return codes.float()
+
+    def scales(self, pool: Tensor) -> Tensor:
+        num_layers, num_tiles = _byte_tiles(pool).shape[:2]
+        return torch.empty(num_layers, num_tiles, 0, TILE, device=pool.device)
+
+    def fill_randomly(self, pool: Tensor, generator: torch.Generator) -> None:
+        codes = pool.view(torch.uint8)
+        codes.random_(0, 2 * 0x44 + 1, generator=generator)  # 0x44 is 3; the last bit is a sign
+        codes.copy_(codes >> 1 | codes << 7)
+
+
 SCALE_BYTES = 4
 MOST_CODE = 127
 
@@ -282,10 +307,11 @@ def _byte_tiles(pool: Tensor) -> Tensor:
 
 PLAIN = Plain()
 TILED = Tiled()
+FP8_TILED = Float8(is_paired=True)
 INT8_TILED = Int8(is_paired=True)
 INT4_TILED = Int4(is_paired=True)
 # The layouts of codes by the dtype of their pools.
-CODED = {torch.int8: INT8_TILED, torch.uint8: INT4_TILED}
-CODED_ON_GPUS = {torch.int8: Int8(is_paired=False), torch.uint8: Int4(is_paired=False)}
+CODED = {torch.float8_e4m3fn: FP8_TILED, torch.int8: INT8_TILED, torch.uint8: INT4_TILED}
+CODED_ON_GPUS = {dtype: type(layout)(is_paired=False) for dtype, layout in CODED.items()}
 # The dtypes of pools by the name of what they store (`names.KV_DTYPES`).
-POOL_DTYPES = {"int8": torch.int8, "int4": torch.uint8}
+POOL_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}

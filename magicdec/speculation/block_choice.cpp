@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t BLOCK = 16;  // keys of a block (WEIGHTS_BLOCK of kv/view.py)
 constexpr int64_t TILE = 64;   // tokens of a tile of the tiled layout (kv/layout.py)
 
-enum { PLAIN_FLOAT32, PLAIN_BFLOAT16, TILED_BFLOAT16, TILED_INT8, TILED_INT4 };
+enum { PLAIN_FLOAT32, PLAIN_BFLOAT16, TILED_BFLOAT16, TILED_INT8, TILED_INT4, TILED_FP8 };
 
 struct Best { float score; int64_t block; };
 
@@ -84,12 +84,32 @@ inline void mean_int4(const int8_t* pool, int64_t slot, int64_t D, float* to) {
     }
 }
 
+// A code has a sign, four bits of an exponent, which are 7 too many, and three bits of a number that begins with 1, or with 0 if the
+// exponent's are 0.
+inline float of_fp8(uint8_t code) {
+    const int exponent = code >> 3 & 15, rest = code & 7;
+    const float number = exponent ? std::ldexp(float(8 + rest), exponent - 10) : std::ldexp(float(rest), -9);
+    return code & 0x80 ? -number : number;
+}
+
+// Codes are [D / 4][TILE][4] of a tile (Float8 of kv/layout.py).
+inline void mean_fp8(const uint8_t* pool, int64_t slot, int64_t D, float* to) {
+    const uint8_t* tile = pool + slot / TILE * TILE * D;
+    for (int64_t d = 0; d < D; ++d) {
+        const uint8_t* codes = tile + (d / 4 * TILE + slot % TILE) * 4 + d % 4;
+        float sum = 0;
+        for (int64_t i = 0; i < BLOCK; ++i) sum += of_fp8(codes[4 * i]);
+        to[d] = sum / BLOCK;
+    }
+}
+
 inline void mean_keys(int kind, const char* pool, int64_t slot, int64_t D, float* to) {
     if (kind == PLAIN_FLOAT32) return mean_plain((const float*)pool, slot, D, to);
     if (kind == PLAIN_BFLOAT16) return mean_plain((const bfloat16*)pool, slot, D, to);
     if (kind == TILED_BFLOAT16) return mean_tiled((const bfloat16*)pool, slot, D, to);
     if (kind == TILED_INT8) return mean_int8((const int8_t*)pool, slot, D, to);
-    mean_int4((const int8_t*)pool, slot, D, to);
+    if (kind == TILED_INT4) return mean_int4((const int8_t*)pool, slot, D, to);
+    mean_fp8((const uint8_t*)pool, slot, D, to);
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from magicdec.kernels.build import FAST_MATH, SHARED_HEADERS, load_library, share_openmp
 from magicdec.kv.cache import KVCache
-from magicdec.kv.layout import INT4_TILED, INT8_TILED, PLAIN, TILED
+from magicdec.kv.layout import FP8_TILED, INT4_TILED, INT8_TILED, PLAIN, TILED
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 HEADERS = (SHARED_HEADERS / "arithmetic.h",)
@@ -28,6 +28,7 @@ KINDS = (
     (TILED, torch.bfloat16),
     (INT8_TILED, torch.int8),
     (INT4_TILED, torch.uint8),
+    (FP8_TILED, torch.float8_e4m3fn),
 )
 
 

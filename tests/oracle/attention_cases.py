@@ -42,7 +42,7 @@ BACKENDS = ON_CPUS | {
 }
 LIBRARIES = (FlashAttnBackend,)  # bfloat16, on a GPU
 HEADS = [(4, 4, 64), (6, 2, 16), (5, 1, 80), (7, 7, 32), (4, 2, 96), (8, 1, 128), (2, 2, 256)]
-TOLERANCE = {torch.float32: 2e-5} | dict.fromkeys((torch.bfloat16, torch.int8, torch.uint8), 3e-2)
+TOLERANCE = {torch.float32: 2e-5} | dict.fromkeys((torch.bfloat16, *CODES), 3e-2)
 DTYPES = [torch.float32, torch.bfloat16]
 KV_DTYPES = [*DTYPES, *CODES]
 HAS_CUDA = torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""`--kv_dtype int8` and `int4`: logits are those of transformers with K and V rounded by the
+"""`--kv_dtype fp8`, `int8` and `int4`: logits are those of transformers with K and V rounded by the
 definition, and every way to decode over such a cache has the tokens of plain decoding over it."""
 
 import json
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Command, load
-from rounded import CODES, as_stored
+from rounded import CODES, FP8, as_stored
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -35,7 +35,7 @@ class RoundedCache(DynamicCache):
         return found
 
 
-@pytest.mark.parametrize("codes", CODES, ids=["int8", "int4"])
+@pytest.mark.parametrize("codes", CODES, ids=str)
 def test_logits_are_those_of_transformers_with_a_rounded_cache(codes: torch.dtype) -> None:
     """In float32, by the reference backend, in forwards of several sizes. Last bits decide some
     codes, so that a few logits differ by more than their rounding, and by far less than they do
@@ -52,7 +52,7 @@ def test_logits_are_those_of_transformers_with_a_rounded_cache(codes: torch.dtyp
         runner.forward(ForwardBatch(part, [0, 1])) for part in ids.split([100, 30, 5, 1, 24], dim=1)
     ]
     num_heads = 2 * 6 * 4  # of K and V in all layers
-    head_bytes = 64 + 4 if codes == torch.int8 else 2 * (16 + 2)
+    head_bytes = {FP8: 64, torch.int8: 64 + 4, torch.uint8: 2 * (16 + 2)}[codes]
     counts = runner.counts
     assert counts.kv_tokens_read == 2 * (100 + 130 + 135 + 136 + 160)
     assert counts.kv_bytes_read == counts.kv_tokens_read * num_heads * head_bytes
@@ -65,6 +65,7 @@ def test_logits_are_those_of_transformers_with_a_rounded_cache(codes: torch.dtyp
 
 
 DRAFTS = (
+    "fp8 --draft self --budget 97 --kv_policy retrieval",
     "int8 --draft self --budget 49",
     "int4 --draft self --budget 49",
     "int4 --draft self --budget 49 --kv_policy snapkv --reselect_every 7",
@@ -76,10 +77,12 @@ DRAFTS = (
     "int8 --draft eagle:demo-eagle --budget -1",
     "int4 --draft ngram+self --budget 49",
     "int8 --draft self --kv_policy quantised",
+    "fp8 --draft self --kv_policy quantised",
+    "fp8 --draft ngram+self --budget 49 --kv_policy snapkv --reselect_every 7",
 )
 
 
-@pytest.mark.narrow(5)
+@pytest.mark.narrow(6)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_drafts_are_lossless_over_a_cache_of_codes(
     draft: str, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -98,7 +101,8 @@ def test_drafts_are_lossless_over_a_cache_of_codes(
     ended = command("run", *words.split())
     assert ended.code == 0, ended.err
     kv_dtype = draft.split()[0]
-    assert made[0] == {"int8": torch.int8, "int4": torch.uint8}[kv_dtype], "the target's"
+    stored = {"fp8": FP8, "int8": torch.int8, "int4": torch.uint8}
+    assert made[0] == stored[kv_dtype], "the target's"
     for line in out.read_text().splitlines():
         record = json.loads(line)
         assert record["status"] == "verified"
@@ -112,6 +116,9 @@ def test_drafts_are_lossless_over_a_cache_of_codes(
         "inflight inflight+draft --kv_dtype int4 --prefix_cache --block_tokens 64 --draft self "
         "--budget 49",
         "static ring pipeline --kv_dtype int8",
+        "inflight inflight+draft --kv_dtype fp8 --prefix_cache --block_tokens 64 --draft self "
+        "--budget 49 --nproc 2",
+        "static ring pipeline --kv_dtype fp8",
         "inflight inflight+draft --kv_dtype int8 --prefix_cache --block_tokens 64 --draft self "
         "--budget 49",
         "static ring pipeline --kv_dtype int4",

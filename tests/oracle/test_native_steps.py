@@ -15,6 +15,7 @@ from conftest import TINY, make_requests, pack, tiny_transformer
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from rounded import CODES
 from torch import Tensor, nn
 
 from magicdec.attention.native import NativeBackend
@@ -367,7 +368,7 @@ def test_attention_weights_and_queries_are_shown(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.uint8], ids=["int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", CODES, ids=str)
 def test_a_cache_of_codes_is_read(kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
     pair = make_pair(TINY, dtype, [130, 3], kv_dtype=kv_dtype)
     assert pair[0].cache.k.dtype == kv_dtype

@@ -9,9 +9,12 @@ from rounded import as_stored, mixed
 from scipy.linalg import hadamard
 
 from magicdec.kv.cache import KVCache
-from magicdec.kv.layout import INT4_TILED, INT8_TILED, PLAIN, TILED, KVLayout
+from magicdec.kv.layout import FP8_TILED, INT4_TILED, INT8_TILED, PLAIN, TILED, KVLayout
 from magicdec.kv.pool import CacheShape
 from magicdec.speculation.policies.streaming_llm import StreamingLLM
+
+CODED: dict[KVLayout, str] = {FP8_TILED: "fp8", INT8_TILED: "int8", INT4_TILED: "int4"}
+POOLS = {FP8_TILED: torch.float8_e4m3fn, INT8_TILED: torch.int8, INT4_TILED: torch.uint8}
 
 
 def make_cache(
@@ -61,14 +64,12 @@ def test_a_layout_returns_written_tokens_and_changes_no_others(
 
 @pytest.mark.parametrize("num_tokens", [1, 64, 100, 190])
 @pytest.mark.parametrize("block_size", [64, 192])
-@pytest.mark.parametrize(
-    "layout", [PLAIN, TILED, INT8_TILED, INT4_TILED], ids=["plain", "tiled", "int8", "int4"]
-)
+@pytest.mark.parametrize("layout", [PLAIN, TILED, *CODED], ids=["plain", "tiled", *CODED.values()])
 def test_the_first_keys_of_rows_are_those_at_their_slots(
     layout: KVLayout, block_size: int, num_tokens: int
 ) -> None:
     """Rows lie in several blocks or in one, and end within a tile."""
-    dtype = {INT8_TILED: torch.int8, INT4_TILED: torch.uint8}.get(layout, torch.bfloat16)
+    dtype = POOLS.get(layout, torch.bfloat16)
     shape = CacheShape(2, 3, 32, block_size, 3 * 192 // block_size, layout)
     cache = KVCache(shape, 3, 192 // block_size, dtype, torch.device("cpu"))
     for row in (2, 0, 1):
@@ -82,16 +83,15 @@ def test_the_first_keys_of_rows_are_those_at_their_slots(
 
 
 @pytest.mark.parametrize("head_dim", [4, 64, 80])
-@pytest.mark.parametrize("layout", [INT8_TILED, INT4_TILED], ids=["int8", "int4"])
+@pytest.mark.parametrize("layout", CODED, ids=CODED.values())
 def test_a_cache_of_codes_rounds_to_the_scales_of_a_token_and_head(
     layout: KVLayout, head_dim: int
 ) -> None:
-    """By the definition: to 127ths of the largest magnitude, or of each 32 numbers to -8ths of the
-    largest, of which there are no more than seven. A token of zeros stays zero, other tokens do not
-    change, and copies have the same bits."""
-    is_int8 = layout is INT8_TILED
+    """By the definition: to 127ths of the largest magnitude, of each 32 numbers to -8ths of the
+    largest, of which there are no more than seven, or to FP8. A token of zeros stays zero, other
+    tokens do not change, and copies have the same bits."""
     shape = CacheShape(2, 3, head_dim, 128, 2, layout)
-    dtype = torch.int8 if is_int8 else torch.uint8
+    dtype = POOLS[layout]
     cache = KVCache(shape, 2, 1, dtype, torch.device("cpu"))
     for row in range(2):
         cache.allocate(row, 128)
@@ -115,8 +115,12 @@ def test_a_cache_of_codes_rounds_to_the_scales_of_a_token_and_head(
     cache.copy_block(cache.blocks[0][0], cache.blocks[1][0])
     first, second = cache.read(1, whole)[0]
     assert torch.equal(first, second)
-    size = head_dim + 4 if is_int8 else {4: 18, 64: 36, 80: 54}[head_dim]
-    assert cache.bytes_per_token == 2 * 2 * 3 * size
+    sizes = {
+        "fp8": {4: 4, 64: 64, 80: 80},
+        "int8": {4: 8, 64: 68, 80: 84},
+        "int4": {4: 18, 64: 36, 80: 54},
+    }
+    assert cache.bytes_per_token == 2 * 2 * 3 * sizes[CODED[layout]][head_dim]
 
 
 def test_keys_of_int4_are_rounded_after_a_hadamard_transform() -> None:
@@ -132,20 +136,19 @@ def test_keys_of_int4_are_rounded_after_a_hadamard_transform() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 40, 80, 128])
-@pytest.mark.parametrize("layout", [INT8_TILED, INT4_TILED], ids=["int8", "int4"])
+@pytest.mark.parametrize("layout", CODED, ids=CODED.values())
 def test_codes_that_are_read_and_written_again_are_the_same(
     layout: KVLayout, head_dim: int
 ) -> None:
     """Of heads that are whole parts of a transform or half of one, also with outliers."""
-    dtype = torch.int8 if layout is INT8_TILED else torch.uint8
-    pool = torch.zeros(1, 4, 1, 64, layout.token_size(head_dim), dtype=dtype)
+    pool = torch.zeros(1, 4, 1, 64, layout.token_size(head_dim), dtype=POOLS[layout])
     slots = torch.arange(4 * 64)
     keys = torch.randn(1, len(slots), head_dim)
     keys[..., 0] *= 50
     layout.write_keys(pool, slots, keys)
     before = pool.clone()
     layout.write_keys(pool, slots, layout.read_keys(pool, slots)[..., :head_dim])
-    assert torch.equal(pool, before)
+    assert torch.equal(pool.view(torch.uint8), before.view(torch.uint8))
 
 
 def test_tiles_hold_pairs_of_dimensions_of_keys_and_pairs_of_tokens_of_values() -> None:

@@ -33,7 +33,7 @@ constexpr float HIDDEN = -1e30f;    // score of a masked key; -ffinite-math-only
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;  // most exponents are to base 2
 
 // Storage of the KV pools, and what is computed: codes are read by bfloat16 queries, or by those that are named.
-enum { FLOAT32, BFLOAT16, INT8, INT4, INT8_OF_FLOAT32, INT4_OF_FLOAT32 };
+enum { FLOAT32, BFLOAT16, FP8, INT8, INT4, FP8_OF_FLOAT32, INT8_OF_FLOAT32, INT4_OF_FLOAT32 };
 
 // `count` keys of a row from `first` on; `slot`: head 0's in the pool.
 struct Segment { int64_t row, first, count, slot; };
@@ -114,6 +114,7 @@ inline int64_t tile_end(int64_t position) { return position / TILE * TILE + TILE
 #include "native_int4.h"
 #include "native_wide.h"
 #include "native_codes.h"
+#include "native_fp8.h"
 #if defined(HAS_TILES)
 #include "native_amx.h"
 #endif

@@ -42,6 +42,21 @@ struct WideScores {
     }
 };
 
+template <typename AnyFp8, typename Pairs>
+struct Fp8Scores {
+    using Kernel = AnyFp8;
+    inline static const float FACTOR = 1.0f / std::sqrt(float(HEAD_SIZE));
+    void operator()(const typename Kernel::Query* q, int64_t M, const fp8* keys, int64_t slot, int64_t, float* scores) const {
+        Fp8Pairs widened;
+        const Fp8Tiles<Pairs> tiles{{}, &widened};
+        const auto tile = tiles.at(keys, keys, slot, TILE);
+        tiles.begin_keys(tile, M, 0);
+        in_blocks<Pairs::MOST_ROWS>(M, [&]<int N>(int64_t m) {
+            tiles.template score<N, TILE / LANES>(q + m * Kernel::QUERY_SIZE, tile, 0, scores + m * TILE);
+        });
+    }
+};
+
 // The keys [first, length) of each of B rows, whose last T tokens have the queries q [B, T, H, D]. `sinks` [H]: as in `merge`.
 struct Received {
     int64_t B, T, H, G, block_size, first, length;

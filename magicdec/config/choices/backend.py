@@ -86,9 +86,10 @@ def _first_that_serves(machine: Machine, case: AttentionCase) -> Choice:
     raise AssertionError("the last backend of a device's line serves every case")
 
 
-# Head sizes are multiples of these: int8 codes of an entry of the cache, and dimensions that int4
-# keys fill up to twice as many whose transform repeats, so that what is filled up is read as zeros.
-CODED_MULTIPLES = {"int8": 4, "int4": 8}
+# Head sizes are multiples of these: codes of 8 bits in an entry of the cache, and dimensions that
+# int4 keys fill up to twice as many whose transform repeats, so that what is filled up is read as
+# zeros.
+CODED_MULTIPLES = {"fp8": 4, "int8": 4, "int4": 8}
 
 
 def choose_kv_dtype(value: str, dtype: str, backend: str, model: ModelTraits) -> str:
@@ -150,7 +151,7 @@ def check_coded_copy(kv: KVSection, backend: str, kv_dtype: str, model: ModelTra
 
 def check_fewer_bits(policy: str, copied: str, kv_dtype: str | None) -> None:
     """Raises ValueError for a copy with as many bits as the target's cache."""
-    if kv_dtype in KV_DTYPES and KV_DTYPES.index(kv_dtype) >= KV_DTYPES.index(copied):
+    if kv_dtype in KV_DTYPES and KV_DTYPES[kv_dtype] <= KV_DTYPES[copied]:
         raise ValueError(
             f"--kv_policy {policy}: a copy in --draft_kv_dtype {copied} has no fewer bits than the "
             f"target's cache in --kv_dtype {kv_dtype}; choose --kv_policy {FULL_KV_POLICY}"

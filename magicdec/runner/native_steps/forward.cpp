@@ -1,13 +1,17 @@
 // The forward of forward.h, as Python calls it. Compiled for one head size, HEAD_SIZE, in a few seconds.
 #include "forward.h"
 
-// `storage` of the KV pools is FLOAT32 or BFLOAT16, the same as of weights and activations, or INT8 or INT4
-// with those of BFLOAT16. A library of its own, compiled with CODES_OF_FLOAT32, has the two that are named so. Returns
+// `storage` of the KV pools is FLOAT32 or BFLOAT16, the same as of weights and activations, or FP8, INT8 or INT4
+// with those of BFLOAT16. A library of its own, compiled with CODES_OF_FLOAT32, has those that are named so. Returns
 // DONE, INTERRUPTED if `keep_waiting` said so, or UNKNOWN_TOKEN.
 extern "C" int64_t magicdec_forward(int storage, const Model* model, const Cache* caches, Exchange* exchange, Call* calls,
                                     int64_t num_calls) {
     auto run = [&](auto& forward) { return forward.run(*model, caches, *exchange, calls, num_calls); };
 #if defined(CODES_OF_FLOAT32)
+    if (storage == FP8_OF_FLOAT32) {
+        static thread_local Forward<float, WideFp8> forward;
+        return run(forward);
+    }
     if (storage == INT8_OF_FLOAT32) {
         static thread_local Forward<float, CodedInt8> forward;
         return run(forward);
@@ -17,6 +21,14 @@ extern "C" int64_t magicdec_forward(int storage, const Model* model, const Cache
 #else
     if (storage == FLOAT32) {
         static thread_local Forward<float, Float32> forward;
+        return run(forward);
+    }
+    if (storage == FP8) {
+#if defined(__AVX512BF16__)
+        static thread_local Forward<bfloat16, Fp8> forward;
+#else
+        static thread_local Forward<bfloat16, WideFp8> forward;
+#endif
         return run(forward);
     }
     if (storage == INT8) {

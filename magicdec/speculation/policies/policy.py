@@ -29,7 +29,7 @@ class KVPolicy(ABC):
     is_copied: ClassVar[bool] = False
     """Drafts read a copy, in a cache of its own."""
     reads_codes: ClassVar[bool] = False
-    """The copy is in int8 or int4, which the attention backend has to read."""
+    """The copy is in one of `KV_DTYPES`, which the attention backend has to read."""
     can_roll: ClassVar[bool] = False
     """A standalone draft needs to keep no more than the budget (`RollingRunner`). Such a policy is
     a `SinksAndWindow`."""
