@@ -24,7 +24,7 @@ from attention_cases import (
     fill,
     make_case,
 )
-from rounded import CODES, as_stored
+from rounded import CODES, FP8, as_stored
 from torch import Tensor
 
 from magicdec.attention import native
@@ -500,6 +500,24 @@ def test_native_gives_a_token_the_same_bits_under_ranges_by_head(
         alone = BackendCase(view, case.q[:, t : t + 1], case.k, case.v).run(backend)
         assert torch.equal(alone[:, 0], together[:, t]), t
         case.view.cache.advance(rows, 1)
+
+
+@pytest.mark.parametrize(("name", "stored"), cases([FP8]), ids=str)
+def test_numbers_of_fp8(name: str, stored: torch.dtype) -> None:
+    """A token that sees itself alone reads its own value, rounded: every number of FP8, those
+    between two of them, beside them, and larger ones."""
+    backend = BACKENDS[name]()
+    every = torch.arange(127, dtype=torch.uint8).view(FP8).float()
+    between = (every[1:] + every[:-1]) / 2
+    large = torch.tensor([456.0, 464.0, 472.0, 1e4, 1e38])
+    ends = torch.cat([every, between, between * (1 - 2**-7), between * (1 + 2**-7), large])
+    numbers = torch.cat([ends, -ends])
+    values = torch.nn.functional.pad(numbers, (0, -len(numbers) % 64)).view(-1, 1, 64)
+    cache, k, _ = fill(backend, 1, 64, [0] * len(values), stored, total=4)
+    view = make_view(cache, range(len(values)), FullKV(), 1)
+    v = values.to(k.device, k.dtype).unsqueeze(1).expand(-1, 4, -1, -1)
+    out = BackendCase(view, k[:, :1], k, v).run(backend)
+    assert torch.equal(out[:, 0].cpu().float(), as_stored(v[:, 0].cpu(), stored))
 
 
 @pytest.mark.parametrize("build", [GroupedBackend, NativeBackend])

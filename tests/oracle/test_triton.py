@@ -161,7 +161,7 @@ SIZES: dict[str, list[Any]] = {
     "policy": [FullKV(), StreamingLLM(5, 90)],
     "window": [None, 100],
     "dtype": ["bfloat16", "float32"],
-    "codes": [None, "int8", "uint8"],
+    "codes": [None, "int8", "uint8", "float8_e4m3fn"],
     "num_splits": [2, 1],
     "method": ["run", "run_with_weights"],
     "capability": [90, 80],

@@ -127,6 +127,67 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "The kernels read an FP8 cache as its definition says.",
+        "test_attention.py::test_backend_equals_attention_written_out"
+        "[native-(6, 2, 16)-FullKV()-torch.float8_e4m3fn]",
+        (
+            Fault(
+                "the last two numbers of an entry are its first",
+                "attention/cpp/native_fp8.h",
+                "last = pairs_of_fp8<1>(quads);",
+                "last = pairs_of_fp8<0>(quads);",
+            ),
+            Fault(
+                "weights lie a pair of values further",
+                "attention/cpp/native_fp8.h",
+                "widened->values + tile.low % 4 / 2 * HEAD_SIZE,",
+                "widened->values + (tile.low % 4 / 2 + 1) * HEAD_SIZE,",
+            ),
+            Fault(
+                "numbers are cut off",
+                "attention/cpp/native_fp8.h",
+                "((bits + 0x7ffff + (bits >> 20 & 1)) >> 20)",
+                "(bits >> 20)",
+            ),
+        ),
+    ),
+    Property(
+        "FP8 has the numbers of its definition, the least and the largest too.",
+        "test_attention.py::test_numbers_of_fp8[native-torch.float8_e4m3fn]",
+        (
+            Fault(
+                "the least numbers are zeros",
+                "attention/cpp/native_fp8.h",
+                "FP8_LEAST[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};",
+                "FP8_LEAST[32] = {};",
+            ),
+            Fault(
+                "what is too large is no number",
+                "attention/cpp/native_fp8.h",
+                "LARGEST = 0x7e",
+                "LARGEST = 0x7f",
+            ),
+        ),
+    ),
+    Property(
+        "Kernels for GPUs have FP8's numbers.",
+        "test_attention.py::test_numbers_of_fp8[triton-torch.float8_e4m3fn]",
+        (
+            Fault(
+                "a program cuts FP8 off",
+                TRITON,
+                "rest + 0x7FFFF + ((rest >> 20) & 1)",
+                "rest",
+            ),
+            Fault(
+                "a program has no least numbers",
+                TRITON,
+                "tl.where(rest < (121 << 23), least, normal)",
+                "tl.where(rest < (121 << 23), 0, normal)",
+            ),
+        ),
+    ),
+    Property(
         "A token over codes has the same bits in decoding and in a verification.",
         "test_attention.py::test_native_gives_a_token_the_same_bits_alone_and_with_others"
         "[()-None-(6, 2, 64)-torch.int8]",
