@@ -156,7 +156,8 @@ class Call:
         packed = self.num_new * group
         bits = BITS.get(stored, 0)
         block_d = max(32 if bits == 4 else 16, next_power(size))
-        tile = choose_tile(q.dtype, block_d, packed, bits, q.device.type == "cpu")
+        is_filled_up = size < block_d
+        tile = choose_tile(q.dtype, block_d, packed, bits, is_filled_up, q.device.type == "cpu")
         self.num_tiles = -(-packed // tile["BLOCK_M"])
         self.head: dict[str, Any] = {
             "SIZE": size,
@@ -324,10 +325,16 @@ def list_keys(kernels: ModuleType, view: KVView) -> Tensor:
 
 
 def choose_tile(
-    dtype: torch.dtype, block_d: int, num_queries: int, bits: int, interpreted: bool
+    dtype: torch.dtype,
+    block_d: int,
+    num_queries: int,
+    bits: int,
+    is_filled_up: bool,
+    interpreted: bool,
 ) -> dict[str, int]:
     """Tile sizes, BLOCK_M packed queries and BLOCK_N keys, and compiler options: two tiles fit
     into shared memory and nothing spills, on GPUs since Ampere (tests/oracle/test_triton.py).
+    `is_filled_up`: a head has fewer dimensions than a tile.
 
     With at most 168 registers three programs of four warps fit on a processor. Float32 takes no
     tensor cores, to be exact; its products are unrolled, so larger tiles would compile for
@@ -341,6 +348,7 @@ def choose_tile(
     sums = block_m * block_d  # float32, in registers
     is_large = sums > MOST_SUMS[bits]
     is_small = sums <= 32 * 128 and block_m <= (16 if bits else 32) and not is_large
+    is_small &= not (bits and is_filled_up)  # which are other addresses to keep
     return {
         "BLOCK_M": block_m,
         # 64 keys at 32 and 64 queries: 0.77 and 0.91 of the time of 32 keys on an H200

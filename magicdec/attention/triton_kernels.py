@@ -59,13 +59,13 @@ def _load_tokens(
 
 @triton.jit
 def _load_fp8(pool, slots, valid, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
-    """As float32. The bits of e4m3 are those of a float16 that is smaller by 2^8, without the last
-    seven: GPUs before capability 8.9, and the interpreter, convert no FP8."""
+    """As float32. The bits of e4m3 are the first ones of a float32 that is smaller by 2^120, a half
+    of whose exponent is missing: GPUs before capability 8.9, and the interpreter, know no FP8."""
     d = tl.arange(0, BLOCK_D)
     mask = valid[:, None] & (d < SIZE)[None, :]
-    codes = tl.load(pool + slots[:, None] * SIZE + d[None, :], mask=mask, other=0).to(tl.uint16)
-    smaller = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
-    return smaller.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    codes = tl.load(pool + slots[:, None] * SIZE + d[None, :], mask=mask, other=0).to(tl.uint32)
+    smaller = ((codes & 0x80) << 24) | ((codes & 0x7F) << 20)
+    return smaller.to(tl.float32, bitcast=True) * 1.329227995784916e36
 
 
 @triton.jit
