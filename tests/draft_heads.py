@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from magicdec.config.sections import model_drafter_of
+from magicdec.config.sections import SamplingSection, model_drafter_of
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.checkpoint.source import find_model, load_transformer
@@ -53,6 +53,20 @@ class HeadForm:
 
 SHARED = ("embedding.", "head.", "target_norm.")  # with the target
 FITTED = HeadForm(draft_vocab=90, capture=(0, 1, 2))  # of a target of two layers or more
+
+
+def chances(
+    logits: Tensor, sampling: SamplingSection, prompt: Sequence[int], output: Sequence[int]
+) -> Tensor:
+    """[V], float64, of logits [V]: by repetition in prompt and output, presence in the output, and
+    the temperature, if any. Nearly one-hot without it."""
+    scores = logits.double().clone()
+    for token in {*prompt, *output}:
+        factor = sampling.repetition_penalty
+        scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
+    for token in set(output):
+        scores[token] -= sampling.presence_penalty
+    return torch.softmax(scores / (sampling.temperature or 1e-4), dim=0)
 
 
 def random_head(target: ModelConfig, form: HeadForm, seed: int = 0) -> Weights:

@@ -36,6 +36,7 @@ from magicdec.config.setting import declared, same
 from magicdec.distributed.groups import Launch
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.names import DEFAULT_KV_POLICY, DRAFT_WEIGHTS, WITHOUT_BUDGET
+from magicdec.output.console import START, labelled
 from magicdec.output.figures import check_picture
 from magicdec.output.tables import print_tables
 from magicdec.output.writing import check_files, check_record_file
@@ -110,7 +111,7 @@ def run(values: ParsedValues) -> int:
         say(f"{num_done} of {len(cells)} cells are in {args.out}")
 
     if todo:
-        say(f"memory: {check_memory(groups_of(todo))}")
+        say(labelled("memory", check_memory(groups_of(todo)), START))
 
     def keep(cell: StudyCell, record: AcceptanceRecord) -> None:
         append_records("--out", args.out, [record])

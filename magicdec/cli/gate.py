@@ -118,11 +118,12 @@ def save_cases(values: ParsedValues) -> int:
     path = to_renew(args.baseline)
     check_writable("--baseline", path)
     old: list[JudgedRecord] = []
-    source = path if path.exists() else args.baseline
-    if source.exists() and not any(name.startswith("subject.") for name in values.given):
-        old = read_baselines(source)
-        cases = [Case.from_record(b) for b in old]
-        margins = [b.margin for b in old]
+    if args.baseline.exists() and not any(name.startswith("subject.") for name in values.given):
+        # Files of other kinds of CPU have the same cases, and gain what this one has gained.
+        listed = read_baselines(args.baseline)
+        old = read_baselines(path) if path.exists() else listed
+        cases = [Case.from_record(b) for b in listed]
+        margins = [b.margin for b in listed]
     else:
         subject = values[Subject]
         cases = standard_cases(subject)

@@ -63,7 +63,7 @@ def reproduce(values: ParsedValues) -> int:
 
     if args.table is None:
         print_tables(args.tables)
-        print("with the name of a table, --demo runs it on this machine, and --predict predicts it")
+        print("with the name of a table, --demo runs it here, and --predict predicts it")
         return 0
     table = PublishedTable(args.table, args.tables)
     num_failed = 0

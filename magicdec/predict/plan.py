@@ -108,7 +108,7 @@ class PlanCell(RecordPart):
         "the verification", "ms", label="verify, ms", digits=2, null=NOTHING_DRAFTED
     )
     tokens_per_step: float = recorded(
-        "tokens of a row that a step emits", label="tokens/step", digits=2
+        "tokens of a row that a step emits", label="tokens a step", digits=2
     )
     speedup: float = recorded("of decode steps", label="speedup", digits=2, suffix="x")
     speedup_interval: list[float] | None = recorded(
@@ -127,7 +127,6 @@ class PlanCell(RecordPart):
         "the smallest output length with a net speedup above 1",
         "tokens",
         label="net pays from",
-        suffix=" tokens",
         null="if there is none",
     )
     flat_speedup: float | None = recorded(
@@ -372,7 +371,7 @@ def _curve(acceptance: Any) -> str:
         return f"acceptance lengths by gamma {lengths}"
     if not isinstance(acceptance, float | int):
         return " ".join(f"{share:.2f}" for share in acceptance)
-    tokens = f"{expected_tokens(acceptance, 4):.2f} tokens per step at gamma 4"
+    tokens = f"{expected_tokens(acceptance, 4):.2f} tokens a step at gamma 4"
     return f"conditional rate {acceptance:.3g} ({tokens})"
 
 
@@ -384,11 +383,11 @@ def _map(record: PlanRecord) -> Table:
     def row(B: str, pays_from: int | None) -> list[str]:
         batch_cells = [cells[B, S] for S in prefixes]
         end = "short ones only" if any(cell.gamma for cell in batch_cells) else "never"
-        end = end if pays_from is None else f"{pays_from} tokens"
+        end = end if pays_from is None else str(pays_from)
         return [B, *(f"{cell.speedup:.2f} ({cell.gamma})" for cell in batch_cells), end]
 
     return Table(
-        ["B", *(f"prefix {S}" for S in prefixes), "pays from"],
+        ["B", *(f"prefix {S}" for S in prefixes), "pays from prefix"],
         [row(*budget_and_context) for budget_and_context in record.break_even_prefix_len.items()],
         "predicted speedup of steps (best gamma); 1.00 (0): speculation does not pay",
     )

@@ -324,4 +324,4 @@ def _emitted_and_needed(metrics: PassMetrics, needed: float | None) -> str:
     text = f"{text} and pays from {needed:.2f} on"
     if (metrics.net_speedup or 0.0) > 1 or emitted <= needed:
         return text
-    return f"{text}, which is less than what comes before the first step costs"
+    return f"{text}, but what comes before the first step costs more than the steps gain"

@@ -17,7 +17,7 @@ from conftest import (
     random_prompts,
     tiny_transformer,
 )
-from draft_heads import HeadForm, PlainHead, load_head, write_head
+from draft_heads import HeadForm, PlainHead, chances, load_head, write_head
 from torch import Tensor
 
 from magicdec.attention.native import NativeBackend
@@ -169,21 +169,6 @@ SAMPLINGS = {
 }
 
 
-def chances(
-    logits: Tensor, ids: Tensor, sampling: SamplingSection, prompt: list[int], output: list[int]
-) -> Tensor:
-    """[V] of the target's ids from a head's logits, of which those of its own vocabulary have any:
-    by repetition in prompt and output, presence in the output, and the temperature, if any."""
-    scores = torch.full((TARGET.vocab_size,), -torch.inf, dtype=torch.float64)
-    scores[ids] = logits
-    for token in {*prompt, *output}:
-        factor = sampling.repetition_penalty
-        scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
-    for token in set(output):
-        scores[token] -= sampling.presence_penalty
-    return torch.softmax(scores / (sampling.temperature or 1e-4), dim=0)
-
-
 @pytest.mark.parametrize("kind", SAMPLINGS)
 @pytest.mark.parametrize("name", ["plain", "the whole vocabulary"])
 def test_a_head_samples_and_is_penalised_in_the_ids_of_its_target(
@@ -218,7 +203,9 @@ def test_a_head_samples_and_is_penalised_in_the_ids_of_its_target(
             logits, state = exact.slot(exact.reduced(states[slot]), text[slot + 1])
         for place, token in enumerate(drafts[row]):
             output = [*request.output_ids, *drafts[row][:place]]
-            expected = chances(logits, exact.target_ids, sampling, list(request.prompt_ids), output)
+            scores = torch.full((TARGET.vocab_size,), -torch.inf, dtype=torch.float64)
+            scores[exact.target_ids] = logits
+            expected = chances(scores, sampling, request.prompt_ids, output)
             if kind != "sampled with penalties":
                 assert token == int(expected.argmax()), (row, place)
             if proposal.probabilities is not None:

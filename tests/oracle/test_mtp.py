@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Command, make_draft, make_requests, pack, random_prompts
-from draft_heads import SHARED
+from draft_heads import SHARED, chances
 from safetensors.torch import load_file, save_file
 from tiny_hybrids import (
     KINDS,
@@ -57,6 +57,7 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.observers.hidden_states import HiddenStates, ReceivedStates
 from magicdec.runner.request import Batch, Request, StepOutput
 from magicdec.runner.sampling.coupled import CoupledSampling
+from magicdec.runner.sampling.randomness import derive_seed, exponentials
 from magicdec.runner.step_plan import BatchLimits
 from magicdec.setup.loading import load_kind, make_received_states
 from magicdec.setup.memory_plan import model_plans_of
@@ -83,6 +84,7 @@ VOCAB = 97
 LENGTHS = (5, 40, 1, 23)
 GAMMA = 4
 NEW = 40
+SAMPLED = SamplingSection(temperature=0.6, repetition_penalty=1.6, presence_penalty=-1.5, seed=3)
 
 
 def with_head(kind: str, vocab_size: int, **changes: Any) -> tuple[Any, PlainMtpHead]:
@@ -191,14 +193,35 @@ def last_states(target: Transformer, text: list[int]) -> Tensor:
     return seen.newest
 
 
-@pytest.mark.parametrize("policy", ["full", "streaming_llm"])
-@pytest.mark.parametrize("kind", [DENSE, MIMO])
+def drawn(logits: Tensor, number: int, prompt: Sequence[int], output: Sequence[int]) -> int:
+    """The token that request `number` draws after its output: the first of independent events
+    whose rates are the tokens' probabilities."""
+    seed = torch.tensor([derive_seed(SAMPLED.seed, number)])
+    position = torch.tensor([[len(prompt) + len(output)]])
+    times = exponentials(seed, position, torch.arange(VOCAB))[0, 0]
+    return int((times / chances(logits, SAMPLED, prompt, output)).argmin())
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "sampling"),
+    [
+        (DENSE, "full", SamplingSection()),
+        (DENSE, "streaming_llm", SAMPLED),
+        (MIMO, "full", SAMPLED),
+        (MIMO, "streaming_llm", SamplingSection()),
+    ],
+)
 def test_path_drafts_have_the_logits_of_the_definition(
-    kind: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    policy: str,
+    sampling: SamplingSection,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of two lanes in turn: after the prompt, further down a path and along others, after accepted
     drafts and others; and of a lane's next request. States come in parts, those of wrong tokens
-    before the right ones. A window as large as the text is the whole cache."""
+    before the right ones. A window as large as the text is the whole cache. A sampled draft has
+    the random numbers and penalties of its request and place."""
     reference, plain = with_head(kind, VOCAB)
     target, head = load(save(reference, plain, tmp_path))
     found: list[Tensor] = []
@@ -215,7 +238,7 @@ def test_path_drafts_have_the_logits_of_the_definition(
     places = ([target.config.num_layers], 2, 2, room, target.config.hidden_size)
     kept = ReceivedStates(*places, torch.float32, torch.device("cpu"))
     draft = make_draft(head, kv, 2, room, max_drafts=40)
-    drafter = MtpPathDrafter(draft, kv, kept, CoupledSampling(SamplingSection()))
+    drafter = MtpPathDrafter(draft, kv, kept, CoupledSampling(sampling))
     texts = [list(random_prompts([room], VOCAB, seed)[0]) for seed in range(3)]
     hidden = [last_states(target, text) for text in texts]
     lengths = (20, 20, 20, 21, 24, 50, 50)
@@ -241,8 +264,14 @@ def test_path_drafts_have_the_logits_of_the_definition(
                 candidate = drafter.propose(asked, text)
                 expected = plain.chain(text, len(path) + 1, path)[-1]
                 torch.testing.assert_close(found[-1], expected, atol=1e-3, rtol=0)
-                share = expected.softmax(-1)[expected.argmax()]
-                assert candidate == (int(expected.argmax()), pytest.approx(float(share), abs=1e-3))
+                assert candidate is not None
+                if sampling.temperature > 0:
+                    output = [*text[lengths[0] :], *path]
+                    assert candidate[0] == drawn(expected, number, text[: lengths[0]], output)
+                else:
+                    best = int(expected.argmax())
+                    share = float(expected.softmax(-1)[best])
+                    assert candidate == (best, pytest.approx(share, abs=1e-3))
 
 
 def test_a_ring_accepts_the_drafts_of_the_definition(tmp_path: Path) -> None:
@@ -416,20 +445,27 @@ def test_sampled_drafts_have_the_probabilities_of_the_definition(tmp_path: Path)
     reference = the_model(VOCAB)
     plain = PlainMtpHead(reference)
     target, head = load(save(reference, plain, tmp_path))
-    sampling = SamplingSection(temperature=1.5)
-    requests, drafter = started(target, head, sampling)
+    requests, drafter = started(target, head, SAMPLED)
     batch = DeviceBatch.of(Batch(tuple(requests)), VOCAB, torch.device("cpu"))
     proposal = drafter.propose(batch, DraftShape(GAMMA, drafter.prepare(requests, GAMMA)))
     assert proposal.probabilities is not None
     for row, request in enumerate(requests):
         text = [*request.prompt_ids, *request.output_ids]
-        logits = plain.chain(text, GAMMA, proposal.ids[row].tolist())
-        expected = (torch.stack(logits).double() / sampling.temperature).softmax(-1)
-        torch.testing.assert_close(proposal.probabilities[row], expected, atol=1e-4, rtol=0)
+        drafts = proposal.ids[row].tolist()
+        for place, logits in enumerate(plain.chain(text, GAMMA, drafts)):
+            output = [*request.output_ids, *drafts[:place]]
+            expected = chances(logits, SAMPLED, request.prompt_ids, output)
+            found = proposal.probabilities[row, place]
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 STAGES = {
     "ring": (DENSE, "--modes inflight inflight+draft ring+draft --nproc 2 --kv_policy full"),
+    "ring, penalties": (
+        DENSE,
+        "--modes inflight inflight+draft ring+draft --nproc 2 --kv_policy full "
+        "--repetition_penalty 1.2 --presence_penalty 0.3",
+    ),
     "ring, chunks, window": (
         NEXT,
         "--modes inflight inflight+draft ring+draft --nproc 3 --budget 33 --prefill_chunk 16 "
@@ -463,6 +499,19 @@ STAGES = {
 AHEAD = "--pa 0 --pr 0 --pd 0"  # which would stop drafts of random models
 
 
+def served(
+    kind: str, words: str, checkpoints: dict[str, Path], command: Command, folder: Path
+) -> list[dict[str, Any]]:
+    """The records of the modes in `words`."""
+    out = folder / "out.jsonl"
+    line = ["--num_requests", "5", "--concurrency", "3", "--gamma", "3", "--draft", "mtp"]
+    line += [*words.split(), *WORKLOAD.split(), "--out", str(out)]
+    line += AHEAD.split() if "pipeinfer" in words else []
+    ended = command("serve", "--model", checkpoints[kind], *line)
+    assert ended.code == 0, ended.err
+    return [json.loads(text) for text in out.read_text().splitlines()]
+
+
 @pytest.mark.narrow(2)
 @pytest.mark.parametrize(("kind", "words"), STAGES.values(), ids=STAGES)
 def test_stages_accept_as_many_drafts_as_one_rank(
@@ -471,17 +520,40 @@ def test_stages_accept_as_many_drafts_as_one_rank(
     """From states that the last stage sends: a wrong one would not change a token, but what is
     accepted. Windows end elsewhere, and drafts that run ahead may come too late for a busy
     machine."""
-    out = tmp_path / "out.jsonl"
-    line = ["--num_requests", "5", "--concurrency", "3", "--gamma", "3", "--draft", "mtp"]
-    line += [*words.split(), *WORKLOAD.split(), "--out", str(out)]
-    line += AHEAD.split() if "pipeinfer" in words else []
-    ended = command("serve", "--model", checkpoints[kind], *line)
-    assert ended.code == 0, ended.err
-    records = [json.loads(text) for text in out.read_text().splitlines()]
+    records = served(kind, words, checkpoints, command, tmp_path)
     assert [record["status"] for record in records] == ["verified"] * len(records)
     emitted = [record["metrics"]["mean_acceptance_length"] for record in records]
     assert min(emitted[1:3]) > 1.05
     assert emitted[2] == emitted[1] or "--budget" in words
+
+
+WARM = "--temperature 0.8 --top_p 0.95 --repetition_penalty 1.2 --presence_penalty 0.3"
+
+
+def test_a_ring_samples_the_tokens_of_one_rank(
+    checkpoints: dict[str, Path], command: Command, tmp_path: Path
+) -> None:
+    """That rejects and accepts the same drafts by the same random numbers. Without drafts others
+    are drawn, of the same distribution, so that nothing else says whether they are right."""
+    kind, words = STAGES["ring"]
+    records = served(kind, f"{words} {WARM}", checkpoints, command, tmp_path)
+    assert [record["status"] for record in records] == ["verified", "unverified", "unverified"]
+    _, one_rank, ring = ([r["output_hash"] for r in record["requests"]] for record in records)
+    assert ring == one_rank
+    emitted = [record["metrics"]["mean_acceptance_length"] for record in records]
+    assert emitted[2] == emitted[1] > 3
+
+
+def test_pipelines_sample_the_tokens_of_a_rank_without_drafts(
+    checkpoints: dict[str, Path], command: Command, tmp_path: Path
+) -> None:
+    """With its noise, which drafts share: most are right, although any of many tokens is likely."""
+    kind, words = STAGES["pipelines"]
+    records = served(kind, f"{words} {WARM}", checkpoints, command, tmp_path)
+    statuses = {record["name"].partition(",")[0]: record["status"] for record in records}
+    assert statuses.pop("inflight+draft") == "unverified"
+    assert statuses == dict.fromkeys(("inflight", "pipeline+draft", "pipeinfer"), "verified")
+    assert records[2]["metrics"]["mean_acceptance_length"] > 3
 
 
 def test_the_plan_has_the_bytes_of_what_a_head_shares(checkpoints: dict[str, Path]) -> None:

@@ -84,7 +84,7 @@ def test_caches_are_as_large_as_planned(
     monkeypatch.setattr(RetrievedBlocks, "__init__", count_means)
     out = tmp_path / "out.jsonl"
     ended = command("acceptance", *words.split(), *SMALL.split(), "--out", out)
-    assert ended.code == 0 and ended.err.startswith("memory: "), ended.err
+    assert ended.code == 0 and ended.err.startswith("memory "), ended.err
     target, *drafts = made
     assert len(drafts) == num_drafts
     for record in read_records(out, AcceptanceRecord):

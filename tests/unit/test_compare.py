@@ -199,8 +199,8 @@ def test_by_default_a_table_has_at_most_14_rows() -> None:
             None,
             3.0,
             "Speculation does not pay here: net speedup 0.90x in 2 batches; a "
-            "verification emits 3.00 tokens and pays from 2.00 on, which is less than what comes "
-            "before the first step costs.",
+            "verification emits 3.00 tokens and pays from 2.00 on, but what comes before the first "
+            "step costs more than the steps gain.",
         ),
         (
             1.0,

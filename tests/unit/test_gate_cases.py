@@ -55,6 +55,13 @@ def cases_at_every_position(subject: Subject = Subject()) -> list[Case]:
     return [case for case in standard_cases(subject) if case.is_at_every_position]
 
 
+def test_files_of_other_kinds_of_cpu_have_the_same_cases() -> None:
+    others = [*COMMITTED.parent.glob(f"{COMMITTED.stem}.*.jsonl")]
+    assert others
+    for path in others:
+        assert [*map(describe, read_baselines(path))] == [*map(describe, EVERY)], path.name
+
+
 def test_the_committed_file_has_the_standard_cases() -> None:
     cases = standard_runs()
     again = [Case.from_record(baseline) for baseline in BASELINES]

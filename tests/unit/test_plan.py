@@ -16,9 +16,11 @@ from magicdec.cli.plan import PlanSection
 from magicdec.hardware.ceiling_file import Hardware, Link, MachineFile
 from magicdec.hardware.costs import Deployment
 from magicdec.model.presets.presets import find_config
+from magicdec.output.tables import widest_cells
 from magicdec.predict.acceptance_file import drafting_of, is_plain
 from magicdec.predict.curves import conditional_rate, find_conditional, find_curves
 from magicdec.predict.lengths import AcceptanceLengths
+from magicdec.predict.plan import make_record, tables
 from magicdec.predict.speculation import SelectionCost
 from magicdec.records.reading import load_passes
 
@@ -105,6 +107,18 @@ def test_hardware_from_a_file_and_what_flags_add(run: Run) -> None:
         "--machine machine.json --acceptance 0.8 --overhead_us 6 --link 5 --link_latency_us 0"
     )
     assert more.target.hardware == Hardware(4e10, 8e11, 1e-6, 2e10, Link(0.0, 5e9), None, 8e11, 0.0)
+
+
+def test_no_word_or_number_of_the_costs_is_broken_in_80_columns() -> None:
+    """Of batches and contexts of three and five digits, as in the README."""
+    asked = make(
+        f"{BY_HAND} --model llama-3.1-8b --tp 8 --link 300 --link_latency_us 15 --overhead_us 160 "
+        "--conditional_acceptance 0.81 --budget 512 --B 1 128 --prefix_len 4000 32000"
+    )
+    costs, _ = tables([make_record(asked)])
+    rows = [costs.broken_labels(), *costs.body]
+    assert "2.39x" in rows[-1] and rows[-1][-1] == "2"
+    assert sum(widest_cells(rows)) + len(rows[0]) - 1 <= 80
 
 
 def test_a_draft_of_its_own(run: Run) -> None:

@@ -44,8 +44,8 @@ WHOLE_LOOKUPS = (
 TOKENS = Recorded("", digits=2)
 RATE = Recorded("", digits=2)
 KINDS_IN_WORDS = {
-    "conditional": "of the k-th draft token, if all before it are accepted",
-    "cumulative": "of the first k draft tokens",
+    "conditional": "of the k-th draft token, where it is drafted and all before it are accepted",
+    "cumulative": "of the first k draft tokens, at all positions, drafted or not",
 }
 KINDS = tuple(KINDS_IN_WORDS)  # of the acceptance by depth
 

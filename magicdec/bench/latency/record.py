@@ -317,7 +317,7 @@ def _table_of(record: LatencyRecord) -> Table:
                 fixed(row.attention_fraction, 1, " %", 100),
             )
         )
-    times = ("median, ms", "p10", "p90", "of decode")
+    times = ("p50, ms", "p10", "p90", "of decode")
     limits = ("MB read", "of bytes", "of products", "attention")
     read = ("experts", "by chance") if has_experts else ()
     columns = ("B", "context", Column("forward", is_text=True), *times, *read, *limits)

@@ -122,7 +122,7 @@ class PassProgress(Labelled):
         now = time.monotonic()
         if self.is_talking and now - self.said_s >= LINE_EVERY_S:
             self.said_s = now
-            say(f"{self.num_passes - self.left.num_left}/{self.num_passes}{self.left}")
+            say(f"{self.num_passes - self.left.num_left}/{self.num_passes} passes{self.left}")
 
     def leave_out(self, num_passes: int) -> None:
         self.num_passes -= num_passes
