@@ -265,7 +265,7 @@ def test_an_int8_cache_must_be_read() -> None:
     config = parsed("--kv_dtype", "int4", "--attention", "sdpa")
     with pytest.raises(ValueError, match="--kv_dtype int4: head size 12 is not a multiple of 8"):
         resolve(config, FAST, ModelTraits(12))
-    for kv_dtype in ("int8", "int4"):
+    for kv_dtype in ("fp8", "int8", "int4"):
         slowly = parsed("--kv_dtype", kv_dtype, "--attention", "sdpa")
         assert resolve(slowly, FAST).attention.kv_dtype == kv_dtype
 
@@ -280,7 +280,8 @@ def test_a_copy_of_codes_must_be_read_and_save_bytes() -> None:
         assert found.attention.backend == backend and found.kv.policy == "quantised"
     assert resolve(parsed(), slow).attention.backend == "grouped"
     assert resolve(parsed(*copying, "--draft_budget", -1), FAST).kv.policy == "quantised"
-    resolve(parsed(*copying, "--kv_dtype", "int8"), FAST)
+    for kv_dtype in ("fp8", "int8"):
+        resolve(parsed(*copying, "--kv_dtype", kv_dtype), FAST)
     gpu = dataclasses.replace(FAST, has_cuda=True)
     for words in (copying, ("--kv_dtype", "int4")):
         assert resolve(parsed(*words, "--device", "cuda"), gpu).attention.backend == "triton"
@@ -294,6 +295,12 @@ def test_a_copy_of_codes_must_be_read_and_save_bytes() -> None:
             "--attention flash_attn does not read the codes",
         ),
         ("--kv_dtype int4", FAST, ModelTraits(), f"{flags}: a copy in --draft_kv_dtype int4 has"),
+        (
+            "--kv_dtype fp8 --draft_kv_dtype int8",
+            FAST,
+            ModelTraits(),
+            "--draft_kv_dtype int8 has no fewer bits than the target's cache in --kv_dtype fp8",
+        ),
         ("", FAST, ModelTraits(has_alibi=True), "int4: codes would round the positions of ALiBi"),
         (
             "--draft_kv_dtype int8 --attention sdpa",

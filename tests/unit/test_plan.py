@@ -387,7 +387,7 @@ def test_what_cannot_be_is_refused_in_one_line(run: Run, flags: str, message: st
     assert err.startswith("magicdec plan: ") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("kv_dtype", "size"), [("int8", 128 + 4), ("int4", 4 * 18)])
+@pytest.mark.parametrize(("kv_dtype", "size"), [("fp8", 128), ("int8", 128 + 4), ("int4", 4 * 18)])
 def test_a_cache_of_codes_is_read_in_its_bytes(kv_dtype: str, size: int) -> None:
     """Llama-3.1-8B has 32 layers of 8 KV heads of 128 numbers."""
     config = find_config("--model", "llama-3.1-8b")

@@ -184,6 +184,7 @@ class NativeElementwise(Elementwise):
         after = state.clone(memory_format=torch.contiguous_format)
         out = torch.empty(v.shape)
         given = [x.contiguous() for x in (q, k, v, tokens.decay, tokens.rate)]
+        assert all(x.dtype == torch.float32 for x in (after, *given)), "as states are kept"
         call_delta("delta_chunks", (*v.shape[:2], *tokens.sizes), (after, *given, out))
         return out, after
 
