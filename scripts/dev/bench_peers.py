@@ -16,10 +16,10 @@ anything is timed, all exact peers must emit the same float32 tokens from the sa
 are for bfloat16 if this CPU multiplies bfloat16, and on any CPU for peers that store bfloat16 and
 compute in float32; for the others in float32. llama.cpp then has a float16 KV cache, which is
 faster for it. `openvino_u8` is OpenVINO GenAI with the 8-bit KV cache that is its default,
-`llama_cpp_q8_0` and `llama_cpp_q4_0` are llama.cpp, and `magicdec_int8` and `magicdec_int4` this
-project, with KV caches of 8 and 4 bits. These are not exact, and are marked so. A verification has
-4 tokens per row. The model is random: 6 layers, hidden size 384, 6 heads of 64,
-FFN 1024, vocabulary 4096.
+`llama_cpp_q8_0` and `llama_cpp_q4_0` are llama.cpp, and `magicdec_fp8`, `magicdec_int8` and
+`magicdec_int4` this project, with KV caches of 8 and 4 bits. These are not exact, and are marked
+so. A verification has 4 tokens per row. The model is random: 6 layers, hidden size 384, 6 heads of
+64, FFN 1024, vocabulary 4096.
 
 Both tables say how exact the arithmetic and the KV cache of each peer are, in the dtype in which it
 is timed. The column |Δ log p| of the random model is the mean absolute difference, in nats, of the

@@ -101,6 +101,7 @@ PEERS: dict[str, Entry] = {
         generates=True,
         serving="peers.magicdec_serving:MagicdecServing",
     ),
+    "magicdec_fp8": Entry("peers.magicdec_engine:MagicdecFp8", is_exact=False, widens=True),
     "magicdec_int8": Entry("peers.magicdec_engine:MagicdecInt8", is_exact=False, widens=True),
     "magicdec_int4": Entry("peers.magicdec_engine:MagicdecInt4", is_exact=False, widens=True),
     "magicdec_selfspec": Entry(

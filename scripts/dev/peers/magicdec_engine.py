@@ -102,6 +102,12 @@ class Magicdec(Peer):
         return values
 
 
+class MagicdecFp8(Magicdec):
+    """With a KV cache in FP8, which changes the emitted tokens."""
+
+    kv_dtype = "fp8"
+
+
 class MagicdecInt8(Magicdec):
     """With a KV cache of 8 bits, which changes the emitted tokens."""
 
