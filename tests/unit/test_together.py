@@ -319,6 +319,6 @@ def test_passes_show_their_number_and_the_time_that_is_left(
     pace.begin("b")
     assert pace.label == "3/10, about 4 min left: b; "
     printed = capsys.readouterr().err
-    assert printed == "1/10\n2/10, about 4 min left\n", "the first has what all share"
+    assert printed == "1/10 passes\n2/10 passes, about 4 min left\n", "the first has what all share"
     pace.next_group()
     assert pace.has_time(940.0) and not pace.has_time(941.0)

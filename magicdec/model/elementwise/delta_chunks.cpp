@@ -140,11 +140,13 @@ struct Chunk {
         const size_t bytes = width * sizeof(float);
         float* held = p.states + (b * p.H + h) * p.D * p.E + c;
         Panel* S = state_rows();
+        if (width < COLUMNS) std::fill(state.begin(), state.end(), 0.0f);  // no numbers of another panel
         for (int64_t d = 0; d < p.D; ++d) std::memcpy(S[d], held + d * p.E, bytes);
         const auto place = [&](int64_t i) { return ((b * p.T + begin + i) * p.H + h) * p.E + c; };
-        for (int64_t i = 0; i < CHUNK; ++i)
+        for (int64_t i = 0; i < CHUNK; ++i) {
+            if (i >= count || width < COLUMNS) std::fill(corrections[i], corrections[i] + COLUMNS, 0.0f);
             if (i < count) std::memcpy(corrections[i], p.v + place(i), bytes);
-            else std::fill(corrections[i], corrections[i] + COLUMNS, 0.0f);
+        }
         for (int64_t i = 0; i < count; i += TILE) {
             Sums seen{}, solved;
             multiply(rows(keys, i), S, p.D, seen);
