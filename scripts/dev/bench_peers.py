@@ -166,13 +166,14 @@ def decode_table(measured: dict[str, Any]) -> Table:
     for column in (*columns, *verify, "prefill, tokens/s", "|Δ log p|"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in measured["decode"]:
+        share = row["bytes"] / bandwidth / (row["ms"] / 1e3)
         table.add_row(
             marked(row["peer"], row["is_exact"]),
             row["dtype"],
             str(row["kv_heads"]),
             str(row["prefix"]),
             *spread(row, ""),
-            f"{row['bytes'] / bandwidth / (row['ms'] / 1e3):.0%}",
+            f"{share:.0%}" if row["is_exact"] else "-",  # other caches have other bytes
             *spread(row, "verify_"),
             f"{row['prefill_tokens_per_s']:.0f}",
             written(row["log_prob_difference"], ".1e"),
