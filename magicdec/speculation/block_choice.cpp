@@ -65,13 +65,16 @@ inline void mean_int8(const int8_t* pool, int64_t slot, int64_t D, float* to) {
     }
 }
 
-// Bytes are [TOKEN_BYTES / 4][TILE][4] of a tile, whose scales [groups][TILE] follow (Int4Tiled of kv/layout.py).
+// Bytes are [TOKEN_BYTES / 4][TILE][4] of a tile, whose scales [groups][TILE] follow (Int4 of kv/layout.py). They are of keys whose
+// parts of MIXED dimensions are transformed: the mean of these is that of the keys, transformed likewise.
 inline void mean_int4(const int8_t* pool, int64_t slot, int64_t D, float* to) {
-    constexpr int64_t GROUP = 32, HALF = GROUP / 2;
+    constexpr int64_t GROUP = 32, HALF = GROUP / 2, MIXED = 16;
+    const int64_t filled = (D + MIXED - 1) / MIXED * MIXED;
+    std::vector<float> mean(filled);
     const int64_t groups = (D + GROUP - 1) / GROUP, lane = slot % TILE;
     const int8_t* tile = pool + slot / TILE * TILE * groups * (HALF + 2);
     const bfloat16* scales = reinterpret_cast<const bfloat16*>(tile + TILE * groups * HALF) + lane;
-    for (int64_t d = 0; d < D; ++d) {
+    for (int64_t d = 0; d < filled; ++d) {
         const int64_t byte = d / GROUP * HALF + d % HALF;
         const int8_t* bytes = tile + (byte / 4 * TILE + lane) * 4 + byte % 4;
         float sum = 0;
@@ -80,8 +83,15 @@ inline void mean_int4(const int8_t* pool, int64_t slot, int64_t D, float* to) {
             const int code = d % GROUP < HALF ? int8_t(both << 4) >> 4 : both >> 4;
             sum += code * to_float(scales[d / GROUP * TILE + i]);
         }
-        to[d] = sum / BLOCK;
+        mean[d] = sum / (BLOCK * MIXED);
     }
+    for (int64_t half = 1; half < MIXED; half *= 2)
+        for (int64_t d = 0; d < filled; ++d)
+            if (!(d & half)) {
+                const float a = mean[d], b = mean[d + half];
+                mean[d] = a + b, mean[d + half] = a - b;
+            }
+    std::copy_n(mean.begin(), D, to);
 }
 
 // A code has a sign, four bits of an exponent, which are 7 too many, and three bits of a number that begins with 1, or with 0 if the

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import TINY, make_requests, make_runner, random_prompts, tiny_transformer
+from rounded import CODES
 from torch import Tensor
 
 from magicdec.attention import native
@@ -64,7 +65,15 @@ def test_the_choice_is_the_definition(group: int, window: int, pooling: str) -> 
             assert min(sizes) >= window + 21 - 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        *((torch.bfloat16, codes) for codes in CODES),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("flags", [(), ("-U__AMX_BF16__",)], ids=["any", "dot products"])
 @pytest.mark.parametrize(("heads", "window"), [(2, 32), (6, 5), (10, 33)])  # 165 queries: blocks
 def test_scores_in_the_tiles_of_the_cache(
@@ -72,6 +81,7 @@ def test_scores_in_the_tiles_of_the_cache(
     window: int,
     flags: tuple[str, ...],
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     build = native.kernel
@@ -79,10 +89,11 @@ def test_scores_in_the_tiles_of_the_cache(
         "magicdec.runner.native_steps.executor.kernel", lambda size: build(size, *flags)
     )
     model = tiny_transformer(replace(TINY, num_heads=2, num_kv_heads=2, head_dim=64))
-    runner = ModelRunner(model.to(dtype), NativeBackend(), Group((0,), 0), 3, 200)
+    group = Group((0,), 0)
+    runner = ModelRunner(model.to(dtype), NativeBackend(), group, 3, 200, kv_dtype=kv_dtype)
     for row in (2, 0, 1):
         runner.allocate(row)
-    runner.cache.k.normal_()
+    runner.cache.shape.layout.fill_randomly(runner.cache.k, torch.Generator().manual_seed(0))
     rows = torch.tensor([1, 2])
     queries = torch.randn(2, window, heads, 64).to(dtype)
     for first, length in ((0, 199), (70, 128), (3, 40)):
