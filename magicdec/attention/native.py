@@ -31,26 +31,16 @@ HEADERS = (
     SHARED_HEADERS / "wide.h",
 )
 FLAGS = (*FAST_MATH, "-fopenmp")
-# The dtypes of what is computed and of the pools; native.cpp knows a pair by its place here.
-STORAGE = (
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float8_e4m3fn),
-    (torch.bfloat16, torch.int8),
-    (torch.bfloat16, torch.uint8),
-    (torch.float32, torch.float8_e4m3fn),
-    (torch.float32, torch.int8),
-    (torch.float32, torch.uint8),
-)
+# The dtypes of pools; native.cpp knows one by its place here.
+STORAGE = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.uint8)
 Shape = ctypes.c_int64 * 18
 
 
-def flags_of(storage: int) -> tuple[str, ...]:
-    """The flags of the library that has a pair of `STORAGE`. Codes in a float32 run are only of
-    copies that drafts read, so that most runs need not compile what reads them."""
-    computed, stored = STORAGE[storage]
-    is_of_float32 = computed == torch.float32 and stored in CODED
-    return ("-DCODES_OF_FLOAT32",) if is_of_float32 else ()
+def flags_of(stored: torch.dtype, computed: torch.dtype) -> tuple[str, ...]:
+    """The flags of the library that computes in one dtype from pools of another one. What reads
+    codes takes longer to compile than all else, and most runs do not need it."""
+    assert computed == stored or stored in CODED
+    return (f"-DCODES_OF_{str(computed)[6:].upper()}",) if stored in CODED else ()
 
 
 class NativeBackend(AttentionBackend):
@@ -158,7 +148,6 @@ def attention(
     all). `mass`, float32 [B, G, blocks], is filled with attention weights by block. `sinks`,
     float32 [H]: `AttentionBackend.sinks` of the layer. A token of a prompt has the same bits in
     any chunk with `is_of_prompt`; without it in any chunk below PREFILL_FROM tokens."""
-    storage = STORAGE.index((q.dtype, k_pool.dtype))
     num_rows, num_new, num_heads, size = q.shape
     strides = q.stride(), k.stride(), v.stride()
     assert all(s[2:] == (size, 1) for s in strides), "heads must be adjacent"
@@ -181,8 +170,8 @@ def attention(
         is_of_prompt,
     )
     tensors = (q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, sinks, out, lse, mass)
-    failed = kernel(size, *flags_of(storage)).magicdec_attention(
-        storage,
+    failed = kernel(size, *flags_of(k_pool.dtype, q.dtype)).magicdec_attention(
+        STORAGE.index(k_pool.dtype),
         is_widened,
         shape,
         *(None if t is None else t.data_ptr() for t in tensors),

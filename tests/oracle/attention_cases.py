@@ -25,6 +25,7 @@ from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.triton import TritonBackend
 from magicdec.config.capabilities import capabilities_of
 from magicdec.config.machine import Machine
+from magicdec.kernels.cpu import cpu_features
 from magicdec.kv.cache import KVCache
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import WEIGHTS_BLOCK, KVView, Visible, make_view
@@ -46,7 +47,11 @@ TOLERANCE = {torch.float32: 2e-5} | dict.fromkeys((torch.bfloat16, *CODES), 3e-2
 DTYPES = [torch.float32, torch.bfloat16]
 KV_DTYPES = [*DTYPES, *CODES]
 HAS_CUDA = torch.cuda.is_available()
-NO_AMX = ("-U__AMX_BF16__",)  # compiled as for a CPU without tile registers
+# Compiled as for a CPU without tile registers if this one has them, else with emulated ones, which
+# need its other instructions.
+NO_TILES = [("-U__AMX_BF16__",)] if "amx_bf16" in cpu_features() else []
+EMULATED_TILES = [("-DEMULATED_TILES",)] if "avx512_bf16" in cpu_features() and not NO_TILES else []
+OTHER_TILES = [*NO_TILES, *EMULATED_TILES]
 AVX2 = ("-march=x86-64-v3",)  # compiled as for a CPU whose vectors have 8 numbers
 AVX512 = ("-march=x86-64-v4",)  # compiled as for a CPU without dot products for bfloat16
 LENGTHS = (37, 3, 70, 0)

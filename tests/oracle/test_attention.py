@@ -15,7 +15,7 @@ from attention_cases import (
     KV_DTYPES,
     LENGTHS,
     LIBRARIES,
-    NO_AMX,
+    OTHER_TILES,
     TOLERANCE,
     BackendCase,
     Exact,
@@ -126,7 +126,7 @@ def test_the_native_library_leaves_the_processor_state_alone() -> None:
     [
         # The last: a prefill, whose last queries fill no tile register and no vector.
         *itertools.product([1, 7, 20, 45], DTYPES, [(), AVX2, AVX512]),
-        *((num_new, torch.bfloat16, NO_AMX) for num_new in (1, 20, 45)),
+        *itertools.product([1, 7, 20, 45], [torch.bfloat16, *CODES], OTHER_TILES),
         *itertools.product([1, 7, 20, 45], CODES, [(), AVX2, AVX512]),
     ],
     ids=str,
@@ -140,7 +140,7 @@ def test_native_splits_long_rows_and_returns_the_log_sum_exp(
     """Rows of several splits, and queries of several blocks (20 tokens of 4 heads for each KV
     head)."""
     build = native.kernel
-    monkeypatch.setattr(native, "kernel", lambda size: build(size, *flags))
+    monkeypatch.setattr(native, "kernel", lambda size, *more: build(size, *more, *flags))
     torch.manual_seed(0)
     backend = NativeBackend()
     length = 3000
@@ -162,7 +162,7 @@ def test_native_splits_long_rows_and_returns_the_log_sum_exp(
     [
         # With 32 heads, the queries of five tokens fill several blocks.
         *itertools.product(
-            [(), NO_AMX, AVX2, AVX512],
+            [(), *OTHER_TILES, AVX2, AVX512],
             [None, 62, 66, 700, 1237],
             [(2, 2, 64), (6, 2, 64), (32, 2, 64)],
             [torch.bfloat16],
@@ -174,7 +174,7 @@ def test_native_splits_long_rows_and_returns_the_log_sum_exp(
             [torch.float32],
         ),
         *itertools.product(
-            [(), AVX2, AVX512],
+            [(), *OTHER_TILES, AVX2, AVX512],
             [None, 66, 700],
             [(2, 2, 64), (6, 2, 64), (32, 2, 64)],
             CODES,
@@ -192,7 +192,7 @@ def test_native_gives_a_token_the_same_bits_alone_and_with_others(
     """Decoding computes one token at a time, verification five at once. The log-sum-exp is compared
     too: it shows differences of float32 that the rounding of the output nearly always hides."""
     build = native.kernel
-    monkeypatch.setattr(native, "kernel", lambda size: build(size, *flags))
+    monkeypatch.setattr(native, "kernel", lambda size, *more: build(size, *more, *flags))
     torch.manual_seed(0)
     backend = NativeBackend()
     num_new = 5
@@ -219,12 +219,42 @@ def test_native_gives_a_token_the_same_bits_alone_and_with_others(
         assert torch.equal(found, together[row, t]), (row, t)
 
 
+@pytest.mark.parametrize("flags", OTHER_TILES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize("size", [64, 128])
+def test_codes_have_the_same_bits_in_tile_registers(
+    flags: tuple[str, ...], dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that few queries may be multiplied without them: over ranges that begin and end within a
+    tile, and with weights by block."""
+    build = native.kernel
+    backend = NativeBackend()
+    added: tuple[str, ...] = ()
+    monkeypatch.setattr(native, "kernel", lambda size, *more: build(size, *more, *added))
+    lengths = [37, 130, 700]
+    for num_new, heads in [(1, 4), (1, 8), (5, 8), (9, 12), (16, 16), (70, 6)]:
+        for policy, window in [(FullKV(), None), (FullKV(), 90), (StreamingLLM(4, 35), None)]:
+            results = []
+            for added in ((), flags):
+                torch.manual_seed(num_new)
+                cache, k, v = fill(backend, 2, size, lengths, dtype, 800, layers=1)
+                view = make_view(cache, range(3), policy, num_new, lengths, window)
+                q = torch.randn(3, num_new, heads, size).to(k.dtype)
+                case = BackendCase(view, q, k, v)
+                results.append([*case.run(backend, "run_with_lse")])
+                if num_new <= MOST_WATCHED:
+                    results[-1] += case.run(backend, "run_with_weights")
+            for one, other in zip(*results, strict=True):
+                assert torch.equal(one, other), (num_new, heads, policy, window)
+
+
 @pytest.mark.narrow("pairs")
 @pytest.mark.parametrize(
     ("flags", "window", "dtype"),
     [
         *itertools.product([(), AVX2, AVX512], [None, 20, 190], DTYPES),
-        *itertools.product([(), AVX2, AVX512], [None, 20], CODES),
+        *itertools.product(OTHER_TILES, [None, 20, 190], [torch.bfloat16]),
+        *itertools.product([(), *OTHER_TILES, AVX2, AVX512], [None, 20], CODES),
     ],
     ids=str,
 )
@@ -237,7 +267,7 @@ def test_native_prefills_a_chunk_of_several_tasks(
     """Tiles that some queries of a task do not see any more, or not yet; and the same bits for the
     last third alone, which are other tasks."""
     build = native.kernel
-    monkeypatch.setattr(native, "kernel", lambda size: build(size, *flags))
+    monkeypatch.setattr(native, "kernel", lambda size, *more: build(size, *more, *flags))
     torch.manual_seed(0)
     backend = NativeBackend()
     num_new, length = 150, 200
@@ -271,7 +301,7 @@ def test_float32_queries_read_codes(
     build = native.kernel
     if name == "native of AVX2":
         name = "native"
-        monkeypatch.setattr(native, "kernel", lambda size, *flags: build(size, *flags, *AVX2))
+        monkeypatch.setattr(native, "kernel", lambda size, *more: build(size, *more, *AVX2))
     torch.manual_seed(0)
     backend = BACKENDS[name]()
     cache, k, v = fill(backend, 2, size, LENGTHS, codes, computed=torch.float32)
@@ -286,7 +316,7 @@ def test_float32_queries_read_codes(
 
 
 @pytest.mark.narrow("pairs")
-@pytest.mark.parametrize("flags", [(), AVX2, AVX512], ids=str)
+@pytest.mark.parametrize("flags", [(), *OTHER_TILES, AVX2, AVX512], ids=str)
 @pytest.mark.parametrize("dtype", [*DTYPES, *CODES], ids=str)
 @pytest.mark.parametrize("num_new", [1, 5, 45])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -300,7 +330,7 @@ def test_an_output_of_a_query_that_is_not_finite_is_not_either(
     """One number of one head is enough, also where queries are rounded to integers; the outputs of
     others stay as they are."""
     build = native.kernel
-    monkeypatch.setattr(native, "kernel", lambda size: build(size, *flags))
+    monkeypatch.setattr(native, "kernel", lambda size, *more: build(size, *more, *flags))
     torch.manual_seed(0)
     backend = NativeBackend()
     cache, k, v = fill(backend, 2, 64, [70], dtype, 70 + num_new, layers=1)

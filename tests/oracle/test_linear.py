@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import OTHER_TILES
 from conftest import TINY, make_runner, pack, random_prompts, tiny_transformer
 from lossless import speculate
 from torch import Tensor, nn
@@ -40,7 +41,6 @@ pytestmark = pytest.mark.two_threads
 
 F32 = torch.float32
 BF16 = torch.bfloat16
-NO_AMX = ("-U__AMX_BF16__",)  # compiled as for a CPU without tile registers
 # Without dot products for bfloat16 and for bytes.
 AVX2 = ("-march=x86-64-v3",)
 AVX512 = ("-march=x86-64-v4",)
@@ -52,7 +52,7 @@ CONFIGS["tied"] = replace(EVERYTHING, tie_word_embeddings=True)
 
 KINDS = [
     pytest.param(BF16, (), id="bfloat16"),
-    pytest.param(BF16, NO_AMX, id="bfloat16, dot products"),
+    *(pytest.param(BF16, flags, id="bfloat16, other tiles") for flags in OTHER_TILES),
     pytest.param(BF16, AVX2, id="bfloat16, AVX2"),
     pytest.param(BF16, AVX512, id="bfloat16, AVX-512"),
     pytest.param(F32, (), id="float32"),
@@ -93,7 +93,7 @@ def test_a_packed_layer_multiplies_and_a_row_keeps_its_bits(
 
 
 @pytest.mark.narrow("values")
-@pytest.mark.parametrize("flags", [(), NO_AMX, AVX2, AVX512], ids=["any", "dots", "AVX2", "512"])
+@pytest.mark.parametrize("flags", [(), *OTHER_TILES, AVX2, AVX512], ids=str)
 @pytest.mark.parametrize("shape", [(64, 32), (97, 96), (130, 66), (256, 704)])
 def test_a_prefill_equals_torch_too(
     shape: tuple[int, int], flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -24,7 +24,7 @@ from rounded import as_stored
 from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
-from magicdec.attention.native import STORAGE, NativeBackend, flags_of, kernel
+from magicdec.attention.native import NativeBackend, flags_of, kernel
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.triton import TritonBackend, missing_parts
 from magicdec.config.sections import KVSection
@@ -252,7 +252,7 @@ def test_reads_of_drafts_are_counted_in_the_bytes_of_the_copy(
     kv = make_draft_kv(runner, KVSection("quantised", draft_kv_dtype=kv_dtype))
     kv.admit(engine.scheduler.running)
     rows = BatchRows.of([0, 1], runner.device)
-    library = kernel(64, *flags_of(STORAGE.index((dtype, POOL_DTYPES[kv_dtype]))))
+    library = kernel(64, *flags_of(POOL_DTYPES[kv_dtype], dtype))
     before = runner.counts.copy()
     keys = library.magicdec_keys_read() + (runner.executor.keys_read if runner.executor else 0)
     kv.forward(torch.tensor([[5], [6]]), rows, kv.lengths(rows))

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attention_cases import OTHER_TILES
 from conftest import TINY, make_requests, make_runner, random_prompts, tiny_transformer
 from rounded import CODES
 from torch import Tensor
@@ -74,7 +75,7 @@ def test_the_choice_is_the_definition(group: int, window: int, pooling: str) -> 
     ],
     ids=str,
 )
-@pytest.mark.parametrize("flags", [(), ("-U__AMX_BF16__",)], ids=["any", "dot products"])
+@pytest.mark.parametrize("flags", [(), *OTHER_TILES], ids=str)
 @pytest.mark.parametrize(("heads", "window"), [(2, 32), (6, 5), (10, 33)])  # 165 queries: blocks
 def test_scores_in_the_tiles_of_the_cache(
     heads: int,
@@ -86,7 +87,8 @@ def test_scores_in_the_tiles_of_the_cache(
 ) -> None:
     build = native.kernel
     monkeypatch.setattr(
-        "magicdec.runner.native_steps.executor.kernel", lambda size: build(size, *flags)
+        "magicdec.runner.native_steps.executor.kernel",
+        lambda size, *more: build(size, *more, *flags),
     )
     model = tiny_transformer(replace(TINY, num_heads=2, num_kv_heads=2, head_dim=64))
     group = Group((0,), 0)

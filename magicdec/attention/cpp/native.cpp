@@ -3,11 +3,13 @@
 // One pass over the visible keys of each (row, KV head): the query heads that share the KV head and the row's new
 // tokens are packed into M queries, so K and V are read once for all of them. A sequence is divided into pieces, which
 // are distributed over threads and merged by log-sum-exp (Flash-Decoding, Dao et al. 2023). Storage is float32,
-// bfloat16, FP8, int8 or int4, arithmetic is float32, or integers for those two. On request the same pass also sums the attention
-// weights by blocks of keys, without changing a bit of the output. native_plan.h plans, native_team.h computes and merges. native_float32.h and, for the
-// chunks of a prefill, native_chunk.h have the arithmetic for float32; native_tile.h and native_wide.h the one for bfloat16,
-// native_fp8.h the one for FP8, native_int8.h, native_int4.h and native_codes.h the one for int8 and int4; native_bf16.h and native_amx.h are for CPUs with
-// bfloat16 dot products and with tile registers.
+// bfloat16, FP8, int8 or int4; arithmetic is float32, or integers for the last two. On request the same pass also sums the
+// attention weights by blocks of keys, without changing a bit of the output.
+//
+// native_plan.h plans, native_team.h computes and merges. The arithmetic is in native_float32.h and native_chunk.h (chunks of
+// a prefill) for float32, in native_tile.h and native_wide.h for bfloat16, in native_fp8.h for FP8, and in native_int8.h,
+// native_int4.h and native_codes.h for int8 and int4. CPUs with bfloat16 dot products have native_bf16.h, and those with tile
+// registers native_registers.h, native_amx.h and native_codes_amx.h.
 //
 // Shapes: B rows, T new tokens, H query heads, G KV heads, D head size; M = T * H/G packed queries, token-major.
 #include "native_received.h"
@@ -58,12 +60,12 @@ extern "C" int64_t magicdec_keys_read() { return keys_read; }
 
 // Appends k_new, v_new [B,T,G,D] at positions seq_lens.. and computes attention: out [B,T,H,D], lse [B,T,H] float32.
 // `shape` is B, T, H, G, D, block_size, table_stride, num_ranges, then (row, token) strides of q, k_new, v_new, then
-// range_heads, num_blocks, window (0: none) and whether the tokens are a part of a prompt. `ranges` [B, range_heads, num_ranges, 2] are the visible keys, including
-// new ones; range_heads is G, or 1 if they are the same for all heads. `mass` [B, G, num_blocks] float32 receives the
-// attention probability of each block of keys, summed over the queries, or is null. `sinks` [H] float32 are logits that take
-// part in the softmax, and in lse, like keys without values, or null. `is_widened`: bfloat16 is
-// widened, whatever this CPU has. `storage` of the pools is FLOAT32 or BFLOAT16, the same as of all other tensors, or FP8,
-// INT8 or INT4 with those of BFLOAT16. A library of its own, compiled with CODES_OF_FLOAT32, has those that are named so.
+// range_heads, num_blocks, window (0: none) and whether the tokens are a part of a prompt. `ranges` [B, range_heads,
+// num_ranges, 2] are the visible keys, including new ones; range_heads is G, or 1 if they are the same for all heads. `mass`
+// [B, G, num_blocks] float32 receives the attention probability of each block of keys, summed over the queries, or is null.
+// `sinks` [H] float32 are logits that take part in the softmax, and in lse, like keys without values, or null. `is_widened`:
+// bfloat16 is widened, whatever this CPU has. `storage` of the pools is FLOAT32 or BFLOAT16, the same as of all other
+// tensors; or FP8, INT8 or INT4 in a library compiled with CODES_OF_BFLOAT16 or CODES_OF_FLOAT32, with other tensors of that.
 // Compiled for one head size, HEAD_SIZE, in some seconds. Returns 0, or 1 if D is another size.
 extern "C" int magicdec_attention(int storage, int is_widened, const int64_t* shape, const void* q,
                                   const void* k_new, const void* v_new, void* k_pool, void* v_pool,
@@ -79,17 +81,11 @@ extern "C" int magicdec_attention(int storage, int is_widened, const int64_t* sh
                               {table, rows, shape[6]}, {ranges, shape[7], shape[14]}, sinks, (S*)out, lse, mass, shape[15]);
         return 0;
     };
-#if defined(CODES_OF_FLOAT32)
-    if (storage == FP8_OF_FLOAT32) return call(WideFp8{}, float{});
-    return storage == INT8_OF_FLOAT32 ? call(CodedInt8{}, float{}) : call(CodedInt4{}, float{});
+#if defined(HAS_CODES)
+    if (storage == FP8) return call(Fp8{}, Computed{});
+    return storage == INT8 ? call(CodedInt8{}, Computed{}) : call(CodedInt4{}, Computed{});
 #else
     if (storage == FLOAT32) return call(Float32{}, float{});
-#if defined(__AVX512BF16__)
-    if (storage == FP8 && !is_widened) return call(Fp8{}, bfloat16{});
-#endif
-    if (storage == FP8) return call(WideFp8{}, bfloat16{});
-    if (storage == INT8) return call(CodedInt8{}, bfloat16{});
-    if (storage == INT4) return call(CodedInt4{}, bfloat16{});
 #if defined(__AVX512BF16__)
 #if defined(HAS_TILES)
     if (!is_widened && AmxBf16::serves(p)) return call(AmxBf16{}, bfloat16{});
@@ -106,17 +102,17 @@ extern "C" void magicdec_received(int storage, const int64_t* shape, const void*
                                   const int64_t* rows, const float* sinks, float* out) {
     const Received r{shape[0], shape[1], shape[2], shape[3], shape[4], shape[6], shape[7], sinks};
     const Table blocks{table, rows, shape[5]};
-    if (storage == FLOAT32) return receive<Float32Scores>(r, (const float*)q, (const float*)keys, blocks, out);
-#if defined(__AVX512BF16__) && !defined(CODES_OF_FLOAT32)
-    if (storage == FP8) return receive<Fp8Scores<Fp8, Bf16Tiles>>(r, (const bfloat16*)q, (const fp8*)keys, blocks, out);
+#if defined(HAS_CODES)
+    const auto queries = (const Computed*)q;
+    if (storage == FP8) return receive<Fp8Scores>(r, queries, (const fp8*)keys, blocks, out);
+    if (storage == INT8) return receive<WideScores<CodedInt8>>(r, queries, (const int8_t*)keys, blocks, out);
+    receive<WideScores<CodedInt4>>(r, queries, (const uint8_t*)keys, blocks, out);
 #else
-    if (storage == FP8) return receive<Fp8Scores<WideFp8, WidePairs>>(r, (const bfloat16*)q, (const fp8*)keys, blocks, out);
-#endif
-    if (storage == INT8) return receive<WideScores<CodedInt8>>(r, (const bfloat16*)q, (const int8_t*)keys, blocks, out);
-    if (storage == INT4) return receive<WideScores<CodedInt4>>(r, (const bfloat16*)q, (const uint8_t*)keys, blocks, out);
+    if (storage == FLOAT32) return receive<Float32Scores>(r, (const float*)q, (const float*)keys, blocks, out);
 #if defined(__AVX512BF16__)
     receive<Bf16Scores>(r, (const bfloat16*)q, (const bfloat16*)keys, blocks, out);
 #else
     receive<WideScores<Wide>>(r, (const bfloat16*)q, (const bfloat16*)keys, blocks, out);
+#endif
 #endif
 }

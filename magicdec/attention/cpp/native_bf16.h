@@ -44,6 +44,7 @@ struct Bf16Tiles : PairPools {
     using Left = uint32_t;
     static constexpr int MOST_ROWS = ROWS;
     static constexpr bool has_registers = FITS_REGISTERS;
+    static const Tile& whole_pairs(const Tile& tile, int64_t, int64_t, int64_t) { return tile; }
     template <int N, int C>
     void score(const uint32_t* q, const Tile& tile, int64_t ahead, float* scores) const {
         score_queries<N, C>(q, tile.keys, ahead, scores);

@@ -142,6 +142,16 @@ private:
     }
 };
 
+// Calls body.operator()<V>(i) for vectors i .. i + V - 1 of `count`, with V = MOST, then 1.
+template <int MOST, typename Body>
+inline void in_some_vectors(int count, Body body) {
+    int i = 0;
+    for (; i + MOST <= count; i += MOST) body.template operator()<MOST>(i);
+    for (int rest = 1; rest < MOST && i < count; ++rest, ++i) body.template operator()<1>(i);
+}
+
+#include "native_codes_amx.h"
+
 template <typename Form>
 struct CodedScratch {
     alignas(64) float scores[MAX_QUERIES * TILE];
@@ -152,6 +162,9 @@ struct CodedScratch {
     float scale[MAX_QUERIES];
     ChunkScratch chunk;
     WidenedTile tile;
+#if defined(HAS_CODE_REGISTERS)
+    CodeRegisters<Form> registers;
+#endif
     CodedWeights<Form>* weights_of(int64_t query) { return weights + query; }
 };
 
@@ -192,14 +205,6 @@ COMPILED_ALONE void soften_codes(const float* scores, int64_t from, int64_t to, 
         soften_and_round<false>(scores, from, to, factor, maximum, total, scale, scales, to_weights, sums);
 }
 
-// Calls body.operator()<V>(i) for vectors i .. i + V - 1 of `count`, with V = MOST, then 1.
-template <int MOST, typename Body>
-inline void in_some_vectors(int count, Body body) {
-    int i = 0;
-    for (; i + MOST <= count; i += MOST) body.template operator()<MOST>(i);
-    for (int rest = 1; rest < MOST && i < count; ++rest, ++i) body.template operator()<1>(i);
-}
-
 // Codes are unpacked where they are multiplied, or once for several blocks of queries.
 template <typename Form>
 struct CodedTiles : Form {
@@ -210,6 +215,11 @@ struct CodedTiles : Form {
     static constexpr bool UNPACKS = W == 8;  // where registers are few; else it is no gain
     static constexpr int MOST_ROWS = (UNPACKS ? ::ROWS : 10) / TERMS, TOKEN_BYTES = NUM_SCALES * SCALED_BYTES;
     CodedScratch<Form>* scratch = nullptr;
+
+#if defined(HAS_CODE_REGISTERS)
+    // Where queries are multiplied in tile registers, all at once.
+    CodeRegisters<Form>* registers() const { return scratch->registers.is_used ? &scratch->registers : nullptr; }
+#endif
 
     void begin_keys(const Tile& tile, int64_t num_queries, int64_t ahead) const {
         scratch->is_unpacked = UNPACKS && num_queries > MOST_ROWS;
@@ -379,6 +389,9 @@ struct CodedKernel : CodedTiles<CodedForm<Pools>> {
         if (has_chunks && p.is_prefill() && !mass.data)
             return attend_chunk(scratch.tile, p, task, segments, k_pool, v_pool, q, scratch.chunk, maximum, total, acc);
         scratch.value_scales.tile = nullptr;  // of another task
+#if defined(HAS_CODE_REGISTERS)
+        scratch.registers.begin(task, q);
+#endif
         const CodedTiles<Form> tiles{{}, &scratch};
         return attend_tiles<CodedKernel>(tiles, p, task, segments, k_pool, v_pool, q, scratch, maximum, total, acc, mass);
     }

@@ -101,12 +101,19 @@ template <typename Pairs>
 struct Fp8Tiles : Fp8Pools {
     using Left = typename Pairs::Left;
     static constexpr int MOST_ROWS = Pairs::MOST_ROWS;
-    static constexpr bool has_registers = false;
+    static constexpr bool has_registers = Pairs::has_registers;
     Fp8Pairs* widened;
 
     ::Tile pairs_of(const Tile& tile) const {
         return {widened->keys, widened->values + tile.low % 4 / 2 * HEAD_SIZE, tile.low, tile.high, tile.low / 2,
                 (tile.high + 1) / 2 - tile.low / 2};
+    }
+    // The pairs of a part of a tile, of which all others are widened as well: those from `lane` on.
+    ::Tile whole_pairs(const Tile& tile, int64_t lane, int64_t keys_ahead, int64_t values_ahead) const {
+        const uint32_t *keys = tile.keys - lane / LANES * LANES, *values = tile.values - lane / 4 * HEAD_SIZE;
+        widen_fp8<TILE>(keys, HEAD_SIZE / 4, TILE / W, tile.keys + keys_ahead, widened->keys);
+        widen_fp8<HEAD_SIZE>(values, TILE / 4, HEAD_SIZE / W, tile.values + values_ahead, widened->values);
+        return {widened->keys + lane / LANES * LANES, widened->values + lane / 2 * HEAD_SIZE, 0, 0, 0, 0};
     }
     void begin_keys(const Tile& tile, int64_t, int64_t ahead) const {
         widen_fp8<TILE>(tile.keys, HEAD_SIZE / 4, (tile.high + W - 1) / W, tile.keys + ahead, widened->keys);
@@ -150,6 +157,7 @@ struct Fp8Rows {
 template <typename Kernel, typename Pairs>
 struct Fp8Kernel : Fp8Pools {
     using Query = typename Kernel::Query;
+    using Tiles = Fp8Tiles<Pairs>;
     static constexpr int QUERY_SIZE = Kernel::QUERY_SIZE;
     static constexpr int64_t QUERY_BLOCK = Kernel::QUERY_BLOCK, CHUNK_BLOCK = Kernel::CHUNK_BLOCK;
     static constexpr bool has_chunks = std::is_same_v<Pairs, WidePairs>;
@@ -167,11 +175,12 @@ struct Fp8Kernel : Fp8Pools {
                 Fp8Rows rows{scratch.tile, scratch.widened};
                 return attend_chunk(rows, p, task, segments, k_pool, v_pool, q, scratch.chunk, maximum, total, acc);
             }
-        const Fp8Tiles<Pairs> tiles{{}, &scratch.widened};
+        const Tiles tiles{{}, &scratch.widened};
         return attend_tiles<Fp8Kernel>(tiles, p, task, segments, k_pool, v_pool, q, scratch, maximum, total, acc, mass);
     }
 };
 #if defined(__AVX512BF16__) && !defined(CODES_OF_FLOAT32)
 using Fp8 = Fp8Kernel<Bf16, Bf16Tiles>;
+#else
+using Fp8 = Fp8Kernel<Wide, WidePairs>;
 #endif
-using WideFp8 = Fp8Kernel<Wide, WidePairs>;

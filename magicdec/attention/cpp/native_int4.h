@@ -5,7 +5,7 @@
 // have of large numbers is spread over all, so that the others keep more of their bits. Scores are those of queries that are
 // transformed likewise and divided by MIXED.
 //
-// A tile of TILE tokens of a head (Int4Tiled of kv/layout.py) has TILE * TOKEN_BYTES bytes of codes, then the scales
+// A tile of TILE tokens of a head (Int4 of kv/layout.py) has TILE * TOKEN_BYTES bytes of codes, then the scales
 // [GROUPS][TILE]. Byte i of a group has dimension i in its low half and HALF + i in its high one. An entry holds four bytes
 // of a key, [four bytes][token], or a byte of four values, [four tokens][byte].
 constexpr int GROUP_SIZE = 32, HALF = GROUP_SIZE / 2, GROUPS = (HEAD_SIZE + GROUP_SIZE - 1) / GROUP_SIZE;
@@ -37,7 +37,7 @@ COMPILED_ALONE void to_nibbles(const S* from, uint8_t* bytes, bfloat16* scales) 
     }
 }
 
-// In place, in the order of Int4Tiled, whose sums have the same bits.
+// In place, in the order of Int4, whose sums have the same bits.
 COMPILED_ALONE inline void mix(float* numbers) {
     for (int half = 1; half < MIXED; half *= 2)
         for (int from = 0; from < HEAD_SIZE; from += 2 * half)
@@ -63,7 +63,7 @@ struct NibblePools {
                 reinterpret_cast<const uint32_t*>(values) + lane / 4 * TOKEN_BYTES,
                 reinterpret_cast<const bfloat16*>(keys + INT4_CODES) + vector,
                 reinterpret_cast<const bfloat16*>(values + INT4_CODES) + vector,
-                low, high, low / 4, (high + 3) / 4 - low / 4};
+                vector, low, high, low / 4, (high + 3) / 4 - low / 4};
     }
     template <typename S>
     static void append(const S* k, const S* v, int64_t slot, Pool* k_pool, Pool* v_pool) {

@@ -2,17 +2,17 @@
 // one for its value, so that appending or removing a token changes no other. A key's scale multiplies its score, and a
 // value's its weight.
 //
-// A tile of TILE tokens of a head (Int8Tiled of kv/layout.py) has TILE * HEAD_SIZE codes, then TILE float32 scales. An entry
+// A tile of TILE tokens of a head (Int8 of kv/layout.py) has TILE * HEAD_SIZE codes, then TILE float32 scales. An entry
 // holds four codes: keys are stored as [four dimensions][token], values as [four tokens][dimension].
 constexpr int64_t TILE_CODES = TILE * HEAD_SIZE, TILE_BYTES = TILE_CODES + 4 * TILE;
 constexpr float MOST_CODE = 127;
 
-// Like Tile of native_tile.h, in groups of four tokens; scales are counted from the first vector's first lane.
+// Like Tile of native_tile.h, in groups of four tokens; scales are counted from the first vector's first lane, which is `vector`.
 template <typename Scale>
 struct CodedTile {
     const uint32_t *keys, *values;
     const Scale *key_scales, *value_scales;
-    int64_t low, high, first_group, num_groups;
+    int64_t vector, low, high, first_group, num_groups;
 };
 using QuadTile = CodedTile<float>;
 
@@ -40,7 +40,7 @@ struct QuadPools {
                 reinterpret_cast<const uint32_t*>(values) + lane / 4 * HEAD_SIZE,
                 reinterpret_cast<const float*>(keys + TILE_CODES) + vector,
                 reinterpret_cast<const float*>(values + TILE_CODES) + vector,
-                low, high, low / 4, (high + 3) / 4 - low / 4};
+                vector, low, high, low / 4, (high + 3) / 4 - low / 4};
     }
     template <typename S>
     static void append(const S* k, const S* v, int64_t slot, Pool* k_pool, Pool* v_pool) {

@@ -32,8 +32,16 @@ constexpr int64_t SHARE = 512;      // keys per piece when a row is divided into
 constexpr float HIDDEN = -1e30f;    // score of a masked key; -ffinite-math-only does not allow infinities
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;  // most exponents are to base 2
 
-// Storage of the KV pools, and what is computed: codes are read by bfloat16 queries, or by those that are named.
-enum { FLOAT32, BFLOAT16, FP8, INT8, INT4, FP8_OF_FLOAT32, INT8_OF_FLOAT32, INT4_OF_FLOAT32 };
+// Storage of the KV pools. FP8, INT8 and INT4, codes, are in libraries of their own, by what is computed from them: numbers of
+// type `Computed`.
+enum { FLOAT32, BFLOAT16, FP8, INT8, INT4 };
+#if defined(CODES_OF_FLOAT32)
+#define HAS_CODES 1
+using Computed = float;
+#elif defined(CODES_OF_BFLOAT16)
+#define HAS_CODES 1
+using Computed = bfloat16;
+#endif
 
 // `count` keys of a row from `first` on; `slot`: head 0's in the pool.
 struct Segment { int64_t row, first, count, slot; };

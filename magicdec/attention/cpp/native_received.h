@@ -42,16 +42,15 @@ struct WideScores {
     }
 };
 
-template <typename AnyFp8, typename Pairs>
 struct Fp8Scores {
-    using Kernel = AnyFp8;
+    using Kernel = Fp8;
     inline static const float FACTOR = 1.0f / std::sqrt(float(HEAD_SIZE));
     void operator()(const typename Kernel::Query* q, int64_t M, const fp8* keys, int64_t slot, int64_t, float* scores) const {
         Fp8Pairs widened;
-        const Fp8Tiles<Pairs> tiles{{}, &widened};
+        const Fp8::Tiles tiles{{}, &widened};
         const auto tile = tiles.at(keys, keys, slot, TILE);
         tiles.begin_keys(tile, M, 0);
-        in_blocks<Pairs::MOST_ROWS>(M, [&]<int N>(int64_t m) {
+        in_blocks<Fp8::Tiles::MOST_ROWS>(M, [&]<int N>(int64_t m) {
             tiles.template score<N, TILE / LANES>(q + m * Kernel::QUERY_SIZE, tile, 0, scores + m * TILE);
         });
     }

@@ -48,7 +48,7 @@ inline void by_vectors(int64_t count, Body body) {
 
 // Like attend_piece of native_float32.h, but the queries are not scaled. `Tiles` knows a storage and how to multiply it:
 // the tile `at` a slot, `score`, `soften` (scores to weights) and `weigh` (the weighted sum of values). Its `Left` operands
-// are queries [queries][Kernel::QUERY_SIZE] and weights.
+// are queries [queries][Kernel::QUERY_SIZE] and weights. It may have `registers`, which score and weigh for all queries.
 template <typename Kernel, typename Tiles, typename Scratch>
 inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& task, const Segment* segments,
                             const typename Tiles::Pool* k_pool, const typename Tiles::Pool* v_pool,
@@ -62,6 +62,7 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
     std::fill(acc, acc + M * HEAD_SIZE, 0.0f);
     int64_t own[MAX_QUERIES];  // the queries' positions
     for (int64_t m = 0; m < M; ++m) own[m] = p.own_position(task, m);
+    constexpr bool may_be_in_registers = requires { tiles.registers(); };
     const bool has_registers = Tiles::has_registers && p.is_prefill() && may_use_tiles();
     amx::Registers registers;
     if (has_registers) registers.load(SIDE);
@@ -69,19 +70,25 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
     // `next` are prefetched. Inlined it is slower: within the loops over segments, registers are spilled.
     auto add = [&](const auto& tile, const auto& next, int64_t position, int64_t count)
                    __attribute__((noinline)) {
+        const int64_t keys_ahead = next.keys - tile.keys, values_ahead = next.values - tile.values;
 #if defined(HAS_TILES)
         if constexpr (Tiles::has_registers)
             if (has_registers && !mass.data) {
-                add_in_registers(p, task, tile, position, count, q, factor, x, maximum, total, acc);
+                const Tile pairs = tiles.whole_pairs(tile, position % TILE, keys_ahead, values_ahead);
+                add_in_registers(p, task, pairs, position, count, q, factor, x, maximum, total, acc);
                 return;
             }
 #endif
-        const int64_t keys_ahead = next.keys - tile.keys, values_ahead = next.values - tile.values;
-        tiles.begin_keys(tile, M, keys_ahead);
-        by_vectors(tile.high, [&]<int C>() {
+        const auto score = [&]<int C>() {
+            if constexpr (may_be_in_registers)
+                if (const auto found = tiles.registers()) return found->template score<C>(q, tile, keys_ahead, x.scores);
+            tiles.begin_keys(tile, M, keys_ahead);
             in_blocks<Tiles::MOST_ROWS>(M, [&]<int N>(int64_t m) {
                 tiles.template score<N, C>(q + m * Kernel::QUERY_SIZE, tile, keys_ahead, x.scores + m * TILE);
             });
+        };
+        by_vectors(tile.high, [&]<int C>() {
+            score.template operator()<C>();
             for (int64_t m = 0; m < M; ++m) {
                 const auto [from, to] = p.seen_from(own[m], position, count);
                 tiles.template soften<C>(tile, x.scores + m * TILE, tile.low + from, tile.low + to, factor, maximum + m,
@@ -89,6 +96,8 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
                 if (mass.data) mass.rescale(m, met, x.scale[m]);  // one vector holds one block of keys
             }
         });
+        if constexpr (may_be_in_registers)
+            if (const auto found = tiles.registers()) return found->weigh(x.weights_of(0), tile, values_ahead, x.scale, acc);
         tiles.begin_values(tile, values_ahead);
         in_blocks<Tiles::MOST_ROWS>(M, [&]<int N>(int64_t m) {
             tiles.template weigh<N>(x.weights_of(m), tile, values_ahead, x.scale + m, acc + m * HEAD_SIZE);

@@ -271,8 +271,6 @@ class Executor:
         layout. `sinks`, float32 [H]: logits that take part in the softmax."""
         (num_rows, num_new, num_heads, size) = queries.shape
         shape = cache.shape
-        storage = STORAGE.index((queries.dtype, cache.k.dtype))
-        assert not flags_of(storage), "asked of a target's cache"
         assert num_new <= length - first
         queries = queries.contiguous()
         table = cache.block_table
@@ -287,8 +285,8 @@ class Executor:
             first,
             length,
         )
-        kernel(size).magicdec_received(
-            storage,
+        kernel(size, *flags_of(cache.k.dtype, queries.dtype)).magicdec_received(
+            STORAGE.index(cache.k.dtype),
             numbers,
             queries.data_ptr(),
             cache.k[layer].data_ptr(),
@@ -345,10 +343,10 @@ class Executor:
         described = array_of(CacheFields, len(caches))(*map(describe_cache, caches))
         if exchange is not None:
             peers.turn = exchange.turn
-        storage = STORAGE.index((self.dtype, caches[0].k.dtype))
-        native = library(self.config.head_dim, *flags_of(storage))
+        stored = caches[0].k.dtype
+        native = library(self.config.head_dim, *flags_of(stored, self.dtype))
         arguments = (
-            storage,
+            STORAGE.index(stored),
             self._describe_model(),
             described,
             peers,

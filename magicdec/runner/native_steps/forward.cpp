@@ -1,42 +1,26 @@
 // The forward of forward.h, as Python calls it. Compiled for one head size, HEAD_SIZE, in a few seconds.
 #include "forward.h"
 
-// `storage` of the KV pools is FLOAT32 or BFLOAT16, the same as of weights and activations, or FP8, INT8 or INT4
-// with those of BFLOAT16. A library of its own, compiled with CODES_OF_FLOAT32, has those that are named so. Returns
-// DONE, INTERRUPTED if `keep_waiting` said so, or UNKNOWN_TOKEN.
+// `storage` of the KV pools is FLOAT32 or BFLOAT16, the same as of weights and activations; or FP8, INT8 or INT4 in a library
+// compiled with CODES_OF_BFLOAT16 or CODES_OF_FLOAT32, with weights and activations of that. Returns DONE, INTERRUPTED if
+// `keep_waiting` said so, or UNKNOWN_TOKEN.
 extern "C" int64_t magicdec_forward(int storage, const Model* model, const Cache* caches, Exchange* exchange, Call* calls,
                                     int64_t num_calls) {
     auto run = [&](auto& forward) { return forward.run(*model, caches, *exchange, calls, num_calls); };
-#if defined(CODES_OF_FLOAT32)
-    if (storage == FP8_OF_FLOAT32) {
-        static thread_local Forward<float, WideFp8> forward;
+#if defined(HAS_CODES)
+    if (storage == FP8) {
+        static thread_local Forward<Computed, Fp8> forward;
         return run(forward);
     }
-    if (storage == INT8_OF_FLOAT32) {
-        static thread_local Forward<float, CodedInt8> forward;
+    if (storage == INT8) {
+        static thread_local Forward<Computed, CodedInt8> forward;
         return run(forward);
     }
-    static thread_local Forward<float, CodedInt4> forward;
+    static thread_local Forward<Computed, CodedInt4> forward;
     return run(forward);
 #else
     if (storage == FLOAT32) {
         static thread_local Forward<float, Float32> forward;
-        return run(forward);
-    }
-    if (storage == FP8) {
-#if defined(__AVX512BF16__)
-        static thread_local Forward<bfloat16, Fp8> forward;
-#else
-        static thread_local Forward<bfloat16, WideFp8> forward;
-#endif
-        return run(forward);
-    }
-    if (storage == INT8) {
-        static thread_local Forward<bfloat16, CodedInt8> forward;
-        return run(forward);
-    }
-    if (storage == INT4) {
-        static thread_local Forward<bfloat16, CodedInt4> forward;
         return run(forward);
     }
 #if defined(HAS_TILES)
