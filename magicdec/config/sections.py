@@ -56,7 +56,7 @@ DEFAULT_BATCHES = 5  # whose speedups have an interval that is not much wider th
 FIXED_GAMMA = 4  # what a model drafts without `--gamma`
 MAX_AUTO_GAMMA = 8  # the largest number that `--gamma auto` may choose
 # What a lookup proposes at most without a number in `--gamma`: with the newest token that is a
-# verification of 32, from which number on tile registers serve attention.
+# verification of 32, two blocks of rows in tile registers.
 MAX_LOOKUP_GAMMA = 31
 PROBABILITY = {"least": 0, "most": 1}
 

@@ -49,9 +49,10 @@ FAST_MATH = (
     "-ffinite-math-only",
     "-freciprocal-math",
 )
-# A forward of so many new tokens a row is a prefill (LONG_CHUNK in native_problem.h).
-# In shorter ones, decoding and verification, a token's attention has the same bits however many.
-PREFILL_FROM = 32
+# A forward of so many new tokens a row is a prefill (LONG_CHUNK in native_problem.h), also if they
+# are not said to be a prompt's. In decoding and verification, which have fewer, a token's attention
+# has the same bits however many there are.
+PREFILL_FROM = 256
 COMPILERS = ("g++", "clang++", "c++")
 MADV_HUGEPAGE = 14  # linux/mman.h
 

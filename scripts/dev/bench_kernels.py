@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -180,7 +180,7 @@ def filled_view(
         for layer in range(layers):
             cache.write(layer, slots, k, v)
     cache.advance(rows, cell.seq_len)
-    return make_view(cache, rows, FullKV(), cell.T)
+    return replace(make_view(cache, rows, FullKV(), cell.T), is_of_prompt=cell.T > 32)
 
 
 def call_backend(

@@ -8,7 +8,7 @@ every seventh case runs, and one case of each test in `make test`. The GPU libra
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -200,12 +200,18 @@ def fill(
 
 @dataclass
 class BackendCase:
-    """One forward of `view.num_new` tokens over rows of a filled cache."""
+    """One forward of `view.num_new` tokens over rows of a filled cache: parts of prompts, if they
+    are many and nothing else is said."""
 
     view: KVView
     q: Tensor
     k: Tensor  # all tokens of all rows, [B, S, G, D]
     v: Tensor
+    is_of_prompt: bool | None = None
+
+    def __post_init__(self) -> None:
+        is_prompt = self.view.num_new > 32 if self.is_of_prompt is None else self.is_of_prompt
+        self.view = replace(self.view, is_of_prompt=is_prompt)
 
     def run(self, backend: AttentionBackend, method: str = "run") -> Any:
         """What that method of the backend returns: the output, and what comes with it. The new keys

@@ -182,20 +182,22 @@ def test_native_splits_long_rows_and_returns_the_log_sum_exp(
     ],
     ids=str,
 )
+@pytest.mark.parametrize("num_new", [5, 40])
 def test_native_gives_a_token_the_same_bits_alone_and_with_others(
     flags: tuple[str, ...],
     window: int | None,
     heads: tuple[int, int, int],
     dtype: torch.dtype,
+    num_new: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Decoding computes one token at a time, verification five at once. The log-sum-exp is compared
-    too: it shows differences of float32 that the rounding of the output nearly always hides."""
+    """Decoding computes one token at a time, verification five at once, or 40. The log-sum-exp is
+    compared too: it shows differences of float32 that the rounding of the output nearly always
+    hides."""
     build = native.kernel
     monkeypatch.setattr(native, "kernel", lambda size, *more: build(size, *more, *flags))
     torch.manual_seed(0)
     backend = NativeBackend()
-    num_new = 5
     lengths = [1300, 63]
     num_heads, kv_heads, size = heads
     cache, k, v = fill(backend, kv_heads, size, lengths, dtype, 1400, layers=1)
@@ -203,9 +205,8 @@ def test_native_gives_a_token_the_same_bits_alone_and_with_others(
 
     def attend(rows: list[int], first: int, count: int) -> Tensor:
         view = make_view(cache, rows, FullKV(), count, window=window)
-        out, lse = BackendCase(view, q[rows, first : first + count], k, v).run(
-            backend, "run_with_lse"
-        )
+        queries = q[rows, first : first + count]
+        out, lse = BackendCase(view, queries, k, v, is_of_prompt=False).run(backend, "run_with_lse")
         return torch.cat([out.float().flatten(2), lse], 2)
 
     alone = {}  # first, so that later tokens are not in the cache yet
@@ -229,13 +230,14 @@ def test_codes_have_the_same_bits_in_tile_registers(
     tile, and with weights by block."""
     build = native.kernel
     backend = NativeBackend()
-    added: tuple[str, ...] = ()
-    monkeypatch.setattr(native, "kernel", lambda size, *more: build(size, *more, *added))
     lengths = [37, 130, 700]
     for num_new, heads in [(1, 4), (1, 8), (5, 8), (9, 12), (16, 16), (70, 6)]:
         for policy, window in [(FullKV(), None), (FullKV(), 90), (StreamingLLM(4, 35), None)]:
             results = []
             for added in ((), flags):
+                monkeypatch.setattr(
+                    native, "kernel", lambda size, *more, added=added: build(size, *more, *added)
+                )
                 torch.manual_seed(num_new)
                 cache, k, v = fill(backend, 2, size, lengths, dtype, 800, layers=1)
                 view = make_view(cache, range(3), policy, num_new, lengths, window)

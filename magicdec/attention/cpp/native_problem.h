@@ -27,7 +27,7 @@ constexpr int BLOCK = 16;           // keys whose attention weights are summed (
 constexpr int MAX_QUERIES = 64;     // most packed queries of one task, but for those of native_chunk.h
 constexpr int PAIRS = HEAD_SIZE / 2;
 constexpr int LANES = 16;           // keys of a tile are counted in vectors of so many
-constexpr int64_t LONG_CHUNK = 32;  // from this many new tokens on any forward counts as prefill (PREFILL_FROM of kernels/build.py)
+constexpr int64_t LONG_CHUNK = 256;  // from this many new tokens on any forward counts as prefill (PREFILL_FROM of kernels/build.py)
 constexpr int64_t SHARE = 512;      // keys per piece when a row is divided into pieces
 constexpr float HIDDEN = -1e30f;    // score of a masked key; -ffinite-math-only does not allow infinities
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;  // most exponents are to base 2

@@ -202,7 +202,7 @@ PROPERTIES = (
     Property(
         "A token over codes has the same bits in decoding and in a verification.",
         "test_attention.py::test_native_gives_a_token_the_same_bits_alone_and_with_others"
-        "[()-None-(6, 2, 64)-torch.int8]",
+        "[5-()-None-(6, 2, 64)-torch.int8]",
         (
             Fault(
                 "weights are rounded by the scales of values that a query does not see",
