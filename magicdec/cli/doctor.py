@@ -96,8 +96,10 @@ def check_kernels(machine: Machine) -> Check:
         return Check(name, False, " ".join(str(error).split())[:200])
     if machine.has_bfloat16_products and not has_dot_products():
         return Check(name, False, "the compiler does not know this CPU's bfloat16 instructions")
-    tiles = "; tile registers (AMX) multiply bfloat16, int8 and int4" if library.magicdec_may_use_tiles() else ""
-    return Check(name, True, f"built and loaded{tiles}")
+    found = "built and loaded"
+    if library.magicdec_may_use_tiles():
+        found += "; tile registers (AMX) multiply bfloat16, int8 and int4"
+    return Check(name, True, found)
 
 
 def needed(name: str, describe: Callable[[], str]) -> Check:
