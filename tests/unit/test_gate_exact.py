@@ -36,10 +36,19 @@ from magicdec.records.comparison.compare import (
 )
 from magicdec.records.comparison.exact import find_other_verdict
 from magicdec.records.drafted import DraftedPass
-from magicdec.records.pass_record import PassRecord, verifications_of
+from magicdec.records.pass_record import PassRecord, RequestRecord, verifications_of
 from magicdec.records.reading import load_passes
 
 Raw = dict[str, Any]
+STEP_FIELDS = (
+    "per_step_drafted",
+    "per_step_accepted",
+    "per_step_emitted",
+    "per_step_position",
+    "per_step_context",
+    "draft_hashes",
+    "num_draft_kv_read",
+)
 
 
 def changed(change: Callable[[Raw], Any]) -> PassRecord:
@@ -309,6 +318,30 @@ def test_drafts_that_run_ahead_without_their_places_fall_under_statistics() -> N
         (found,) = compare([new], [old])
         assert exit_code([found]) == 0
         assert "does not say where its drafts were" in found.rule
+
+
+def test_drafts_that_run_ahead_are_judged_by_their_places_on_another_machine() -> None:
+    """A slow machine has other drafts judged, of which fewer are accepted; a draft that was judged
+    in both is what tells."""
+    (known,) = [record for record in load_passes(PACKAGED) if record.name == "pipeinfer"]
+    elsewhere = with_fields(known, environment__torch="3")
+
+    def cut(request: RequestRecord) -> RequestRecord:
+        """Every second verification goes, with the drafts that it accepted."""
+        columns = {name: getattr(request, name) for name in STEP_FIELDS}
+        return replace(request, **{name: c and c[::2] for name, c in columns.items()})
+
+    fewer = replace(elsewhere, requests=[cut(request) for request in elsewhere.requests])
+    (found,) = compare([fewer], [known])
+    assert "places that were judged in both" in str(found) and found.rule.startswith("statistics")
+    assert found.verdict == "same"
+
+    def lose(request: RequestRecord) -> RequestRecord:
+        return replace(request, per_step_accepted=[0] * len(request.per_step_drafted or ()))
+
+    worse = replace(fewer, requests=[lose(request) for request in fewer.requests])
+    (found,) = compare([worse], [known])
+    assert found.verdict == "regression"
 
 
 def test_passes_that_stop_chains_elsewhere_are_not_compared() -> None:

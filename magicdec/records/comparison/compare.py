@@ -35,7 +35,9 @@ from magicdec.records.comparison.conditions import (
 )
 from magicdec.records.comparison.exact import (
     RENEW,
+    are_compared_by_place,
     are_judged_by_time,
+    at_the_same_places,
     find_change,
     find_other_verdict,
     why_not_exact,
@@ -391,20 +393,26 @@ def judge_exactly(m: Match) -> Comparison:
 
 def judge_by_statistics(m: Match, rule: Rule, level: float) -> Comparison:
     """The verdict where rounding may have changed the counts."""
-    rates = m.pair.rates()
-    num_different = m.pair.num_different
+    pair = m.pair
     reads = other_reads(m.new, m.old)
     if reads is not None:
-        return Comparison(m.name, REGRESSION, reads, rates)
-    forks = f"; {num_different} outputs differ" if num_different else ""
-    if m.pair.is_equal:
+        return Comparison(m.name, REGRESSION, reads, pair.rates())
+    forks = f"; {pair.num_different} outputs differ" if pair.num_different else ""
+    if are_compared_by_place(m.new, m.old):
+        pair = pair_of(*at_the_same_places(m.after, m.before))
+        num_places = int(pair.after.verifications.sum())
+        if num_places == 0:
+            return Comparison(m.name, INCOMPARABLE, "no draft was judged in both", m.pair.rates())
+        forks = f" at the {num_places} places that were judged in both{forks}"
+    rates = pair.rates()
+    if pair.is_equal:
         text = f"acceptance rate {rates[1]:.4f}, all counts as before{forks}"
-        unchanged = Change(0.0, None, m.pair.after.num_prompts)
+        unchanged = Change(0.0, None, pair.after.num_prompts)
         return Comparison(m.name, SAME, text, rates, unchanged)
     level = LEVEL if m.is_certain else level
     margin = rule.margin_of(m.old)
-    change = change_of(m.pair, level)
-    worst = m.pair.worst_prompt()
+    change = change_of(pair, level)
+    worst = pair.worst_prompt()
     verdict, why = decide(rates, change, margin)
     if worst is not None:
         forks += f"; {worst}"

@@ -8,9 +8,10 @@ so that any difference is one of the code (docs/results.md).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from magicdec.names import FULL_KV_POLICY
+from magicdec.records.acceptance import Verifications
 from magicdec.records.comparison.conditions import placement
 from magicdec.records.drafted import DraftedPass, JudgedRecord, StepLog
 
@@ -71,12 +72,7 @@ def why_other_drafts(new: JudgedRecord, old: JudgedRecord) -> str | None:
     if are_judged_by_time(new) or are_judged_by_time(old):
         if not drafts_by_text(new):
             return "which drafts are made and judged follows from measured times"
-        positions = [
-            verification.position
-            for record in (new, old)
-            for verification in record.verifications().every
-        ]
-        if None in positions:
+        if not all(map(has_places, (new, old))):
             return "a record does not say where its drafts were; renew it"
     if not new.shares_prefill and new.config["workload"].get("arrival") != BURST:
         return "requests join at measured times"
@@ -87,6 +83,18 @@ def are_judged_by_time(record: JudgedRecord) -> bool:
     """Whether times decide which drafts are judged, so that only drafts at the same place of the
     same text can be compared: where they run ahead of the newest token, and say where they are."""
     return any(verification.position is not None for verification in record.verifications().every)
+
+
+def has_places(record: JudgedRecord) -> bool:
+    """Whether it says of all drafts where they were."""
+    return all(verification.position is not None for verification in record.verifications().every)
+
+
+def are_compared_by_place(new: JudgedRecord, old: JudgedRecord) -> bool:
+    """Whether times decide which drafts of two records are judged, and a draft at a place of the
+    text is the same in both."""
+    by_time = are_judged_by_time(new) or are_judged_by_time(old)
+    return by_time and drafts_by_text(new) and all(map(has_places, (new, old)))
 
 
 def drafts_by_text(record: JudgedRecord) -> bool:
@@ -161,22 +169,40 @@ def find_other_verdict(new: DraftedPass, old: DraftedPass) -> tuple[ExactChange 
     are judged, and how many places of the texts have a judged draft in both: a draft there follows
     from the text before it alone."""
     found = 0
-    num_places = 0
     first = None
-    for prompt, hashes in enumerate(zip(new.output_hashes, old.output_hashes, strict=True)):
-        ours = new.verdicts(prompt)
-        theirs = old.verdicts(prompt)
-        places = sorted(ours.keys() & theirs.keys())
-        num_places += len(places)
-        change = "emitted other tokens" if hashes[0] != hashes[1] else None
-        wrong = next((place for place in places if ours[place] != theirs[place]), None)
+    both = [judged_in_both(new, old, prompt) for prompt in range(new.num_prompts)]
+    for prompt, (ours, theirs) in enumerate(both):
+        is_other = new.output_hashes[prompt] != old.output_hashes[prompt]
+        change = "emitted other tokens" if is_other else None
+        wrong = next((place for place in ours if ours[place] != theirs[place]), None)
         if change is None and wrong is not None:
             words = "accepted, was rejected" if ours[wrong] else "rejected, was accepted"
             change = f"position {wrong}: the draft is {words}"
         if change is not None:
             found += 1
             first = first or f"prompt {prompt}, {change}"
+    num_places = sum(len(ours) for ours, _ in both)
     return (None if first is None else ExactChange(first, found)), num_places
+
+
+def judged_in_both(
+    new: DraftedPass, old: DraftedPass, prompt: int
+) -> tuple[dict[int, bool], dict[int, bool]]:
+    """By place of the text, in their order, whether the draft there was right in either pass."""
+    ours = new.verdicts(prompt)
+    theirs = old.verdicts(prompt)
+    places = sorted(ours.keys() & theirs.keys())
+    return {place: ours[place] for place in places}, {place: theirs[place] for place in places}
+
+
+def at_the_same_places(new: DraftedPass, old: DraftedPass) -> tuple[DraftedPass, DraftedPass]:
+    """The passes with the drafts alone that were judged in both, each as a verification of one."""
+    found = Verifications(), Verifications()
+    for prompt in range(new.num_prompts):
+        for verifications, verdicts in zip(found, judged_in_both(new, old, prompt), strict=True):
+            for place, is_right in verdicts.items():
+                verifications.add(prompt, 1, int(is_right), 1, position=place)
+    return replace(new, verifications=found[0]), replace(old, verifications=found[1])
 
 
 def first_step(ours: Sequence[StepLog], theirs: Sequence[StepLog]) -> str | None:
