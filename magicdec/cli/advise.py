@@ -60,7 +60,7 @@ from magicdec.names import (
     NGRAM_AND,
     WITHOUT_BUDGET,
 )
-from magicdec.output.console import make_progress
+from magicdec.output.console import labelled, make_progress
 from magicdec.output.writing import check_record_file, check_writable
 from magicdec.records.pass_record import PassRecord
 from magicdec.records.record import append_records
@@ -298,10 +298,8 @@ class Advice:
                 f"runs: `{command}`, then this command again; or with --allow_busy_machine"
             )
         elif self.is_leader:
-            print(
-                f"machine    {machine.busy}, so it is probed again when the drafts are measured",
-                flush=True,
-            )
+            again = f"{machine.busy}, so it is probed again when the drafts are measured"
+            print(labelled("machine", again), flush=True)
         return False
 
     def probe(self, config: RunConfig) -> MachineFile:
@@ -311,7 +309,7 @@ class Advice:
         from magicdec.setup.session import RankSession
 
         if self.is_leader:
-            print("machine    probing, about half a minute", flush=True)
+            print(labelled("machine", "probing, about half a minute"), flush=True)
         machine = probe_machine(self.launch)
         resolved = resolve(RunConfig(parallel=config.parallel), machine)
         session = RankSession(self.launch, resolved.parallel)
@@ -342,7 +340,7 @@ class Advice:
 
     def leave_out(self, what: str) -> None:
         if self.is_leader:
-            print(f"left out   {what}", flush=True)
+            print(labelled("left out", what), flush=True)
 
     def report(self, found: Found, has_rates: bool) -> None:
         """Keeps the records, and prints the advice. Raises ValueError if there is none."""
@@ -389,7 +387,7 @@ def make_configs(args: AdviceSection) -> tuple[dict[str, RunConfig], list[str]]:
         except ValueError as error:
             if not {"--kv_policy", "--draft_weights"} & {*source}:
                 raise
-            notes.append(f"left out   {shlex.join(source)}: {error}")
+            notes.append(labelled("left out", f"{shlex.join(source)}: {error}"))
             continue
         configs[shlex.join(flags)] = config
     return configs, notes
@@ -412,7 +410,7 @@ def compare_model(name: str, args: AdviceSection, launch: Launch) -> None:
         most_s = COMPARED_S if args.time is None else min(COMPARED_S, args.time / 5)
         outcome = check_model(name, most_s, lambda line: print(line, flush=True)).outcome
     else:
-        print(f"model      compared with transformers before: {outcome}", flush=True)
+        print(labelled("model", f"compared with transformers before: {outcome}"), flush=True)
     if outcome == DIFFERS:
         raise ValueError(
             f"--model {name} is not computed as transformers computes it, so that there is no "
@@ -444,9 +442,8 @@ def find_machine(args: AdviceSection) -> tuple[Path, list[str]]:
     ranks = probed_ranks(path, wanted)
     if ranks != wanted:
         path = path.with_stem(f"{path.stem}-nproc{wanted}")
-        notes.append(
-            f"machine    {args.machine} was probed with --nproc {ranks}; {path} is for {wanted}"
-        )
+        probed = f"{args.machine} was probed with --nproc {ranks}; {path} is for {wanted}"
+        notes.append(labelled("machine", probed))
         ranks = probed_ranks(path, wanted)
     if ranks != wanted:
         raise ValueError(
@@ -455,7 +452,7 @@ def find_machine(args: AdviceSection) -> tuple[Path, list[str]]:
         )
     if path.exists():
         load_quiet_machine(path, args.allow_busy_machine)
-        notes.append(f"machine    {path}, probed before")
+        notes.append(labelled("machine", f"{path}, probed before"))
     else:
         check_writable("--machine", path)
     return path, notes

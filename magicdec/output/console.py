@@ -4,7 +4,9 @@ lines elsewhere. Imports rich only to print."""
 from __future__ import annotations
 
 import io
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -53,7 +55,17 @@ def make_console(to_stderr: bool = False) -> Console:
 
 
 def labelled(label: str, text: str, indent: int = 11) -> str:
-    return f"{label:<{indent - 1}} {text}"
+    """A line for standard output. On a terminal it is broken between words, under the text."""
+    line = f"{label:<{indent - 1}} {text}"
+    if not sys.stdout.isatty():
+        return line
+    return textwrap.fill(
+        line,
+        shutil.get_terminal_size().columns,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def spinner(text: str, is_leader: bool) -> AbstractContextManager[object]:

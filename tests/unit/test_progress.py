@@ -8,7 +8,14 @@ import pytest
 
 from magicdec.bench.study.progress import StudyProgress
 from magicdec.output import console as progress
-from magicdec.output.console import LINE_EVERY_S, Lines, ProgressBar, Silent, make_progress
+from magicdec.output.console import (
+    LINE_EVERY_S,
+    Lines,
+    ProgressBar,
+    Silent,
+    labelled,
+    make_progress,
+)
 
 
 class ProgressClock:
@@ -93,3 +100,17 @@ def test_the_bar_is_drawn_on_stderr(
         advance()
     out, err = capsys.readouterr()
     assert out == "" and "decode" in err
+
+
+def test_a_label_has_its_text_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the text, on a terminal; in a file a line stays whole. What has no room is not cut."""
+    text = "18.0 GB of the 24.0 GB that are free: weights/without-a-space-that-is-long.gguf 1.0"
+    assert labelled("memory", text, 7) == f"memory {text}"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "30")
+    assert labelled("memory", text, 7).splitlines() == [
+        "memory 18.0 GB of the 24.0 GB",
+        "       that are free:",
+        "       weights/without-a-space-that-is-long.gguf",
+        "       1.0",
+    ]
