@@ -240,8 +240,10 @@ class ModelConfig:
         assert not self.post_norms or self.residual == "sequential", "of Gemma"
         assert self.query_scale == 1.0 or self.rope.rotary_dim is None, "of Gemma"
         assert len(self.layer_kinds) in (1, self.num_layers), "a kind of each layer, or of all"
+        # By kinds, not by layers, of which a file may claim any number.
         mixers = [kind.mixer for kind in self.layer_kinds if kind.mixer is not None]
-        is_computed = all(mixer.is_computed for mixer in mixers) and not self.num_mixers_alone
+        is_computed = all(mixer.is_computed for mixer in mixers)
+        is_computed &= not any(kind.is_mixer_alone for kind in self.layer_kinds)
         is_computed &= self.positions != "none"
         assert is_computed or self.planned_only, "what only the plan knows is refused elsewhere"
         field = "rms_norm_eps" if self.norm == "rms" else "layer_norm_epsilon"

@@ -99,10 +99,12 @@ def test_what_breaks_a_reader_is_refused_in_a_line(name: str, text: str, tmp_pat
 
 @pytest.mark.parametrize(("layers", "told"), [(10**9, "over 10000"), (10**400, "of 401 digits")])
 def test_a_config_with_layers_without_number_is_refused(
-    layers: int, told: str, tmp_path: Path
+    layers: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Before anything has an entry for each layer, which a file may claim any number of."""
     config = json.loads((DEMO / "config.json").read_text()) | {"num_hidden_layers": layers}
     (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("magicdec.model.families.hf_config.ModelConfig", None)
     with pytest.raises(ValueError, match=f"config.json: num_hidden_layers .*{told}"):
         load_model_config(tmp_path)
 

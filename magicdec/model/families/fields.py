@@ -44,6 +44,11 @@ class ConfigFields:
         return frozenset(self._was_read)
 
 
+# Of a model that is read from a file: families, predictions and tables have an entry for each.
+LAYER_FIELDS = ("num_hidden_layers", "n_layer")
+MOST_LAYERS = 10_000
+
+
 def shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
@@ -61,6 +66,8 @@ def size(raw: ConfigFields, *fields: str, default: int | None = None) -> int:
     for other, stated in given.items():
         if stated != value:
             raise ValueError(f"{field} {value} and {other} {shown(stated)} contradict each other")
+    if field in LAYER_FIELDS and value > MOST_LAYERS:
+        raise ValueError(f"{field} {shown(value)} is over {MOST_LAYERS}")
     return value
 
 

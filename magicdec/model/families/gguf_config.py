@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from magicdec.model.config import ModelConfig
+from magicdec.model.families.fields import MOST_LAYERS
 from magicdec.model.families.gguf_architectures import architecture_of
-from magicdec.model.families.hf_config import MOST_LAYERS, parse_hf_config
+from magicdec.model.families.hf_config import parse_hf_config
 from magicdec.model.gguf.file import GgufFile, read_gguf
 from magicdec.model.gguf.named import OTHERWISE
 from magicdec.model.gguf.vocabulary import end_ids, named_id

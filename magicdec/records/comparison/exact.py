@@ -172,8 +172,8 @@ def find_other_verdict(new: DraftedPass, old: DraftedPass) -> tuple[ExactChange 
     first = None
     both = [judged_in_both(new, old, prompt) for prompt in range(new.num_prompts)]
     for prompt, (ours, theirs) in enumerate(both):
-        is_other = new.output_hashes[prompt] != old.output_hashes[prompt]
-        change = "emitted other tokens" if is_other else None
+        hashes = new.output_hashes[prompt], old.output_hashes[prompt]
+        change = "emitted other tokens" if hashes[0] != hashes[1] else None
         wrong = next((place for place in ours if ours[place] != theirs[place]), None)
         if change is None and wrong is not None:
             words = "accepted, was rejected" if ours[wrong] else "rejected, was accepted"

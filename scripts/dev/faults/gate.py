@@ -86,6 +86,18 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "Statistics compare drafts that run ahead by the places that were judged in both passes.",
+        f"{EXACT}test_drafts_that_run_ahead_are_judged_by_their_places_on_another_machine",
+        (
+            Fault(
+                "all drafts of both passes count",
+                "records/comparison/compare.py",
+                "pair = pair_of(*at_the_same_places(m.after, m.before))",
+                "pair = m.pair",
+            ),
+        ),
+    ),
+    Property(
         "Drafts that run ahead are compared at the places that were judged in both passes.",
         f"{EXACT}test_drafts_that_run_ahead_are_compared_by_their_place",
         (
