@@ -90,7 +90,7 @@ ALWAYS_INLINE float soften(const float* scores, int64_t from, int64_t to, float 
     for (int i = 0; i < V; ++i) {
         weights[i] = exp2_wide(weights[i] - highest);
         if (!IS_WHOLE) weights[i] = seen[i] ? weights[i] : vec{};
-        sum += weights[i];
+        sum = as_it_is(sum + weights[i]);  // in this order, in which vectors that are not seen change no bit
     }
     // Mostly the maximum stays. Then the factor is exactly 1.
     vec edges = broadcast(*maximum - highest);
