@@ -191,7 +191,7 @@ ALWAYS_INLINE void soften_and_round(const float* scores, int64_t from, int64_t t
             }
             store_weights((bits)steps[0], (bits)steps[1], to_weights->pairs[TERMS - 1][g] + W / 2 * i);
         }
-        to_weights->steps[g] = most * (1.0f / MOST_STEPS) * scales.most[g];
+        to_weights->steps[g] = as_it_is(most * (1.0f / MOST_STEPS)) * scales.most[g];
     }
 }
 
