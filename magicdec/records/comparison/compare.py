@@ -36,7 +36,6 @@ from magicdec.records.comparison.conditions import (
 from magicdec.records.comparison.exact import (
     RENEW,
     are_compared_by_place,
-    are_judged_by_time,
     at_the_same_places,
     find_change,
     find_other_verdict,
@@ -372,7 +371,7 @@ def judge(m: Match, rule: Rule, level: float) -> Comparison:
 def judge_exactly(m: Match) -> Comparison:
     """The verdict where unchanged code repeats every step."""
     rates = m.pair.rates()
-    if are_judged_by_time(m.new) or are_judged_by_time(m.old):
+    if are_compared_by_place(m.new, m.old):
         change, num_places = find_other_verdict(m.after, m.before)
         if num_places == 0:
             return Comparison(m.name, INCOMPARABLE, "no draft was judged in both", rates)
