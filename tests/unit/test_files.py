@@ -19,6 +19,7 @@ from magicdec.hardware.ceiling_file import load_machine
 from magicdec.model.checkpoint.convert import find_damage
 from magicdec.model.checkpoint.weight_files import open_weights
 from magicdec.model.checkpoint.weight_map import read_index
+from magicdec.model.families.fields import LAYER_FIELDS, ConfigFields, size
 from magicdec.model.families.hf_config import load_model_config
 from magicdec.model.tokenizer import load_tokenizer
 from magicdec.output.files import complete_file, lines_of, open_regular, read_text
@@ -107,6 +108,13 @@ def test_a_config_with_layers_without_number_is_refused(
     monkeypatch.setattr("magicdec.model.families.hf_config.ModelConfig", None)
     with pytest.raises(ValueError, match=f"config.json: num_hidden_layers .*{told}"):
         load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("field", LAYER_FIELDS)
+def test_every_number_of_layers_has_a_limit(field: str) -> None:
+    assert size(ConfigFields({field: 10_000}), field) == 10_000
+    with pytest.raises(ValueError, match=f"{field} 10001 is over 10000"):
+        size(ConfigFields({field: 10_001}), field)
 
 
 DEMO = Path(magicdec.__file__).parent / "demo" / "target"

@@ -45,7 +45,12 @@ class ConfigFields:
 
 
 # Of a model that is read from a file: families, predictions and tables have an entry for each.
-LAYER_FIELDS = ("num_hidden_layers", "n_layer")
+LAYER_FIELDS = (
+    "num_hidden_layers",
+    "n_layer",
+    "mtp_num_hidden_layers",
+    "num_nextn_predict_layers",
+)
 MOST_LAYERS = 10_000
 
 
