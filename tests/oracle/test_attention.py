@@ -272,7 +272,8 @@ def test_native_prefills_a_chunk_of_several_tasks(
     monkeypatch.setattr(native, "kernel", lambda size, *more: build(size, *more, *flags))
     torch.manual_seed(0)
     backend = NativeBackend()
-    num_new, length = 150, 200
+    num_new = 150
+    length = 200
     cache, k, v = fill(backend, 2, 64, [length], dtype, length + num_new, layers=1)
     q = torch.randn(1, num_new, 8, 64).to(k.dtype)
     outputs = []

@@ -121,7 +121,8 @@ def chance_of_mean(values: Sequence[float]) -> float:
     """The probability that the mean of values around 0 is this one or less, by Student's t."""
     from scipy.stats import t
 
-    mean, spread = float(np.mean(values)), float(np.std(values, ddof=1))
+    mean = float(np.mean(values))
+    spread = float(np.std(values, ddof=1))
     if spread == 0:
         return 1.0 if mean >= 0 else 0.0
     return float(t.cdf(mean / (spread / math.sqrt(len(values))), len(values) - 1))
