@@ -12,7 +12,6 @@ from torch import Tensor
 from magicdec.attention.backend import AttentionBackend
 from magicdec.config.capabilities import MOST_WATCHED, Capabilities, HeadSizes
 from magicdec.kernels.build import (
-    FAST_MATH,
     PREFILL_FROM,
     SHARED_HEADERS,
     load_library,
@@ -30,7 +29,6 @@ HEADERS = (
     SHARED_HEADERS / "bf16.h",
     SHARED_HEADERS / "wide.h",
 )
-FLAGS = (*FAST_MATH, "-fopenmp")
 # The dtypes of pools; native.cpp knows one by its place here.
 STORAGE = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.uint8)
 Shape = ctypes.c_int64 * 18
@@ -110,7 +108,7 @@ def kernel(head_size: int, *flags: str) -> ctypes.CDLL:
     """The library for one head size, compiled at first use and then cached."""
     assert head_size % 16 == 0, "refused before the run"
     share_openmp()
-    library = load_library(SOURCE, (*FLAGS, f"-DHEAD_SIZE={head_size}", *flags), HEADERS)
+    library = load_library(SOURCE, ("-fopenmp", f"-DHEAD_SIZE={head_size}", *flags), HEADERS)
     library.magicdec_keys_read.restype = ctypes.c_int64
     library.magicdec_attention.argtypes = (ctypes.c_int, ctypes.c_int, Shape) + 13 * (
         ctypes.c_void_p,

@@ -5,16 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
-// Before a function that has the same bits wherever it is called, also in different libraries: it is compiled by itself, without
-// what the compiler knows of its callers. Otherwise, sums may be regrouped in each in another way.
-#if defined(__clang__)
-#define COMPILED_ALONE __attribute__((noinline))
-#else
-#define COMPILED_ALONE __attribute__((noipa))
-#endif
-
-// Before a small function that is a part of such functions: in a large source the compiler may call it in place of inlining it,
-// and then computes the loop around it number by number, whose products it groups otherwise than those of vectors.
+// Before a small function of which loops are made: in a large source the compiler may call it in place of inlining it, and then
+// makes no vectors of the loop.
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
 namespace {
@@ -48,8 +40,7 @@ ALWAYS_INLINE void store(bfloat16* p, float x) {  // round to nearest even
     std::memcpy(&wide, &x, 4);
     p->value = uint16_t((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
 }
-// a * b + c, rounded once where the CPU can. Kernels are compiled so that sums may be regrouped, and each place that a function is
-// inlined into may do it in its own way; chains of this have the same bits in all of them.
+// a * b + c, rounded once where the CPU can.
 ALWAYS_INLINE float fused(float a, float b, float c) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
     return __builtin_fmaf(a, b, c);
@@ -58,15 +49,40 @@ ALWAYS_INLINE float fused(float a, float b, float c) {
 #endif
 }
 
-// x, which is not regrouped with what it is multiplied or added to.
-ALWAYS_INLINE float grouped(float x) {
-#if defined(__clang__)
-    return __arithmetic_fence(x);
-#elif __GNUC__ >= 12
-    return __builtin_assoc_barrier(x);
-#else
-    return x;
-#endif
+// The sum of N numbers, a power of two, by halves.
+template <int N, typename Real>
+ALWAYS_INLINE Real sum_by_halves(const Real* x) {
+    if constexpr (N == 2) {
+        return x[0] + x[1];
+    } else {
+        typedef Real vector __attribute__((vector_size(N / 2 * sizeof(Real))));
+        vector first, second;
+        std::memcpy(&first, x, sizeof(first));
+        std::memcpy(&second, x + N / 2, sizeof(second));
+        first += second;
+        Real half[N / 2];
+        std::memcpy(half, &first, sizeof(half));
+        return sum_by_halves<N / 2>(half);
+    }
+}
+
+// The sum of term(i) for i = 0 .. count - 1, in an order that vectors can add them in: LANES_OF_SUM sums, each of every so many
+// terms, then these by halves, then the terms that are left. The same bits on every CPU.
+constexpr int LANES_OF_SUM = 16;
+template <typename Real = float, typename Term>
+ALWAYS_INLINE Real sum_of(int64_t count, Term term) {
+    Real sums[LANES_OF_SUM] = {};
+    int64_t i = 0;
+    for (; i + LANES_OF_SUM <= count; i += LANES_OF_SUM)
+        for (int lane = 0; lane < LANES_OF_SUM; ++lane) sums[lane] += term(i + lane);
+    typedef Real vector __attribute__((vector_size(sizeof(sums))));
+    vector all;  // read at once: GCC would keep sums that are read in parts in memory while it adds to them
+    std::memcpy(&all, sums, sizeof(sums));
+    Real copy[LANES_OF_SUM];
+    std::memcpy(copy, &all, sizeof(sums));
+    Real sum = sum_by_halves<LANES_OF_SUM>(copy);
+    for (; i < count; ++i) sum += term(i);
+    return sum;
 }
 
 // exp for x <= 0: 2^n times a polynomial on [-ln2/2, ln2/2] (Cephes coefficients); relative error about 1e-7.

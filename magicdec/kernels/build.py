@@ -35,20 +35,24 @@ from magicdec.kernels.cpu import (
 )
 
 SHARED_HEADERS = Path(__file__).parent  # amx.h, arithmetic.h, and so on
-FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared")
-# The CPU for which the libraries are compiled: one that this machine can run, such as x86-64-v3.
-CPU = os.environ.get("MAGICDEC_MARCH")
-MARCH = f"-march={CPU}" if CPU else "-march=native"
-# The parts of -ffast-math that allow vectorization. -ffast-math itself is not used: when a library
-# is linked with it, the whole process flushes subnormal numbers to zero.
-FAST_MATH = (
-    "-fassociative-math",
+FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    # A source has the same bits wherever it is inlined: sums are added in the order in which they
+    # are written, and a product is joined with a sum where that says `fused`, and nowhere else.
+    "-ffp-contract=off",
+    # What lets loops become vectors. -ffast-math is more: other orders are allowed, and the whole
+    # process that such a library is loaded into flushes subnormal numbers to zero.
     "-fno-signed-zeros",
     "-fno-trapping-math",
     "-fno-math-errno",
     "-ffinite-math-only",
-    "-freciprocal-math",
 )
+# The CPU for which the libraries are compiled: one that this machine can run, such as x86-64-v3.
+CPU = os.environ.get("MAGICDEC_MARCH")
+MARCH = f"-march={CPU}" if CPU else "-march=native"
 # A forward of so many new tokens a row is a prefill (LONG_CHUNK in native_problem.h), also if they
 # are not said to be a prompt's. In decoding and verification, which have fewer, a token's attention
 # has the same bits however many there are.

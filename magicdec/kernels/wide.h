@@ -30,7 +30,7 @@ inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
 inline void store(float* p, vec x) { *reinterpret_cast<vec*>(p) = x; }
 inline vec broadcast(float x) { return x - vec{}; }
 
-// a * b + c, rounded once. An intrinsic, so that no compiler changes the order of a chain.
+// a * b + c, rounded once.
 inline vec fused(vec a, vec b, vec c) {
 #if defined(__AVX512F__)
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -39,19 +39,6 @@ inline vec fused(vec a, vec b, vec c) {
 #else
     return a * b + c;
 #endif
-}
-
-// Numbers that the compiler must not combine or regroup with others, as a product with the sum that follows. Kernels are compiled
-// so that it may, and each place that a function is inlined into may do it in its own way; but a result must have the same bits
-// in all of them.
-template <typename Number>
-inline Number as_it_is(Number x) {
-#if defined(__AVX512F__)
-    asm("" : "+v"(x));
-#elif defined(__AVX__)
-    asm("" : "+x"(x));
-#endif
-    return x;
 }
 
 // The larger number in each lane. Compilers make a comparison and a slow selection of `a > b ? a : b`.
@@ -127,7 +114,11 @@ inline integers add_pair_products(integers sums, bits w, int32_t x) {
 #if defined(__AVX512VNNI__)
     return (integers)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)w, _mm512_set1_epi32(x));
 #else
-    return as_it_is(sums + pair_products(w, x));  // in place; regrouped, the products need registers that there are not
+    sums += pair_products(w, x);
+#if defined(__AVX__)
+    asm("" : "+x"(sums));  // integers may be regrouped, and the products then need registers that there are not
+#endif
+    return sums;
 #endif
 }
 

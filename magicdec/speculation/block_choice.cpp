@@ -1,5 +1,5 @@
 // What a draft reads of its context in blocks of keys: their mean keys, their scores by the newest query, and the ranges
-// of the best of them. Float32. Without FAST_MATH the sums would not vectorize; no infinities occur.
+// of the best of them. Float32; no infinities occur.
 //
 // Shapes: L layers, B rows of a forward, G KV heads, D head size.
 #include <vector>
@@ -47,9 +47,8 @@ void mean_plain(const S* pool, int64_t slot, int64_t D, float* to) {
 inline void mean_tiled(const bfloat16* pool, int64_t slot, int64_t D, float* to) {
     const bfloat16* tile = pool + slot / TILE * TILE * D + slot % TILE * 2;
     for (int64_t d = 0; d < D; d += 2, tile += 2 * TILE) {
-        float first = 0, second = 0;
-        for (int64_t i = 0; i < BLOCK; ++i) first += to_float(tile[2 * i]), second += to_float(tile[2 * i + 1]);
-        to[d] = first / BLOCK, to[d + 1] = second / BLOCK;
+        to[d] = sum_of(BLOCK, [&](int64_t i) { return to_float(tile[2 * i]); }) / BLOCK;
+        to[d + 1] = sum_of(BLOCK, [&](int64_t i) { return to_float(tile[2 * i + 1]); }) / BLOCK;
     }
 }
 
@@ -59,9 +58,7 @@ inline void mean_int8(const int8_t* pool, int64_t slot, int64_t D, float* to) {
     const float* scales = reinterpret_cast<const float*>(tile + TILE * D) + slot % TILE;
     for (int64_t d = 0; d < D; ++d) {
         const int8_t* codes = tile + (d / 4 * TILE + slot % TILE) * 4 + d % 4;
-        float sum = 0;
-        for (int64_t i = 0; i < BLOCK; ++i) sum += codes[4 * i] * scales[i];
-        to[d] = sum / BLOCK;
+        to[d] = sum_of(BLOCK, [&](int64_t i) { return codes[4 * i] * scales[i]; }) / BLOCK;
     }
 }
 
@@ -77,12 +74,11 @@ inline void mean_int4(const int8_t* pool, int64_t slot, int64_t D, float* to) {
     for (int64_t d = 0; d < filled; ++d) {
         const int64_t byte = d / GROUP * HALF + d % HALF;
         const int8_t* bytes = tile + (byte / 4 * TILE + lane) * 4 + byte % 4;
-        float sum = 0;
-        for (int64_t i = 0; i < BLOCK; ++i) {
+        const float sum = sum_of(BLOCK, [&](int64_t i) {
             const int8_t both = bytes[4 * i];
             const int code = d % GROUP < HALF ? int8_t(both << 4) >> 4 : both >> 4;
-            sum += code * to_float(scales[d / GROUP * TILE + i]);
-        }
+            return code * to_float(scales[d / GROUP * TILE + i]);
+        });
         mean[d] = sum / (BLOCK * MIXED);
     }
     for (int64_t half = 1; half < MIXED; half *= 2)
@@ -107,9 +103,7 @@ inline void mean_fp8(const uint8_t* pool, int64_t slot, int64_t D, float* to) {
     const uint8_t* tile = pool + slot / TILE * TILE * D;
     for (int64_t d = 0; d < D; ++d) {
         const uint8_t* codes = tile + (d / 4 * TILE + slot % TILE) * 4 + d % 4;
-        float sum = 0;
-        for (int64_t i = 0; i < BLOCK; ++i) sum += of_fp8(codes[4 * i]);
-        to[d] = sum / BLOCK;
+        to[d] = sum_of(BLOCK, [&](int64_t i) { return of_fp8(codes[4 * i]); }) / BLOCK;
     }
 }
 
@@ -174,16 +168,14 @@ extern "C" void magicdec_score_blocks(const float* queries, const float* means, 
                     std::fill(to, to + N, 0.0f);
                     for (int64_t head = 0; head < rep; ++head) {
                         const float* query = queries + (place * rep + head) * D;
-                        float most = -1e30f, total = 0;
+                        float most = -1e30f;
                         for (int64_t i = first; i < stop; ++i) {
                             const float* mean = means + (text * blocks + i) * D;
-                            float sum = 0;
-                            for (int64_t d = 0; d < D; ++d) sum += query[d] * mean[d];
-                            weights[i] = sum * scale;
+                            weights[i] = sum_of(D, [&](int64_t d) { return query[d] * mean[d]; }) * scale;
                             most = std::max(most, weights[i]);
                         }
                         for (int64_t i = first; i < stop; ++i) weights[i] = exp_negative(weights[i] - most);
-                        for (int64_t i = first; i < stop; ++i) total += weights[i];
+                        const float total = sum_of(stop - first, [&](int64_t i) { return weights[first + i]; });
                         for (int64_t i = first; i < stop; ++i) to[i] += weights[i] / total;
                     }
                 }

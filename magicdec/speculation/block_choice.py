@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from magicdec.kernels.build import FAST_MATH, SHARED_HEADERS, load_library, share_openmp
+from magicdec.kernels.build import SHARED_HEADERS, load_library, share_openmp
 from magicdec.kv.cache import KVCache
 from magicdec.kv.layout import FP8_TILED, INT4_TILED, INT8_TILED, PLAIN, TILED
 
@@ -35,7 +35,7 @@ KINDS = (
 @cache
 def library() -> ctypes.CDLL:
     share_openmp()
-    native = load_library(SOURCE, (*FAST_MATH, "-fopenmp"), HEADERS)
+    native = load_library(SOURCE, ("-fopenmp",), HEADERS)
     sizes = (_SIZE,) * 3
     native.magicdec_top_blocks.argtypes = (
         _POINTER,

@@ -5,6 +5,7 @@ Triton kernels are interpreted if there is no GPU."""
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -169,6 +170,36 @@ def test_a_long_chunk_and_heads_beside_others(
     found = chosen.rotate(heads, table, 4, False)
     assert (found.double() - exact).abs().max() < BOUND[dtype] * exact.abs().max()
     assert torch.equal(found[:, -1:], alone)
+
+
+@pytest.mark.parametrize("width", [2, 16, 17, 576, 1000])
+def test_sums_and_products_are_rounded_as_they_are_written(width: int) -> None:
+    """On every CPU, and wherever a compiler inlines a function: it may neither regroup a sum nor
+    join a product with one."""
+    chosen = load_named(ELEMENTWISE, "native")()
+    torch.manual_seed(0)
+    x = torch.randn(width)
+    weight = torch.randn(width)
+    squares = x.numpy() ** 2
+    whole = width // 16 * 16
+    sums = np.zeros(16, np.float32)
+    for part in squares[:whole].reshape(-1, 16):
+        sums = sums + part
+    while len(sums) > 1:
+        sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
+    total = sums[0]
+    for square in squares[whole:]:
+        total = total + square
+    scale = np.float32(1) / np.sqrt(total / np.float32(width) + np.float32(1e-5))
+    assert (chosen.rms_norm(x, weight, 1e-5).numpy() == x.numpy() * scale * weight.numpy()).all()
+    heads = torch.randn(1, 1, 3, width // 2 * 2)
+    angles = torch.randn(1, 1, width // 2)
+    table = torch.stack([angles.cos(), angles.sin()], dim=2)
+    first, second = heads.chunk(2, dim=-1)
+    cosine, sine = angles.cos(), angles.sin()
+    turned = [first * cosine - second * sine, second * cosine + first * sine]
+    expected = torch.cat(turned, dim=-1)
+    assert torch.equal(chosen.rotate(heads, table, 3, False), expected)
 
 
 def test_the_library_takes_bfloat16_and_float32_on_a_cpu() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from magicdec.attention.native import NativeBackend
 from magicdec.distributed.groups import Group
 from magicdec.engine.engine import Engine
-from magicdec.kernels.build import FAST_MATH, load_library
+from magicdec.kernels.build import load_library
 from magicdec.kv.cache import BatchRows
 from magicdec.kv.view import FULL, SinksAndWindow, Visible
 from magicdec.model.config import ClampedGate, ExpertsConfig, LayerKind, ModelConfig, RopeConfig
@@ -443,7 +443,7 @@ usual_library = executor.library
 @cache
 def library_on_trial(head_size: int) -> ctypes.CDLL:
     source = Path(__file__).with_name("forward_on_trial.cpp")
-    flags = (*FAST_MATH, "-fopenmp", f"-DHEAD_SIZE={head_size}")
+    flags = ("-fopenmp", f"-DHEAD_SIZE={head_size}")
     native = load_library(source, flags, (executor.SOURCE, *executor.HEADERS))
     native.magicdec_forward.restype = ctypes.c_int64
     native.magicdec_forward.argtypes = usual_library(head_size).magicdec_forward.argtypes

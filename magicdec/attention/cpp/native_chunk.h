@@ -76,7 +76,7 @@ inline void chunk_softmax(float* scores, int64_t count, float* maximum, float* t
         for (int n = 0; n < 2 * KEYS; ++n) {
             if (is_cut) weights[n] = load(of + n * W) > 0.5f * HIDDEN ? weights[n] : vec{};
             store(of + n * W, weights[n]);
-            sum[n % 2] = as_it_is(sum[n % 2] + weights[n]);
+            sum[n % 2] += weights[n];
         }
     };
     int64_t j = 0;

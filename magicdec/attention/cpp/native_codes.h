@@ -67,7 +67,7 @@ struct CodedQuery {
 };
 
 template <typename Form, typename S>
-COMPILED_ALONE void round_query(const S* from, CodedQuery<Form>* to) {
+__attribute__((noinline)) void round_query(const S* from, CodedQuery<Form>* to) {
     float numbers[2 * Form::KEY_PAIRS] = {}, most = LEAST_MOST;
     for (int d = 0; d < HEAD_SIZE; ++d) numbers[d] = to_float(from[d]);
     Form::mix_query(numbers);
@@ -124,7 +124,6 @@ struct ValueScales {
     }
 
 private:
-    // Not inlined: as `soften_wide`.
     template <typename Scale>
     __attribute__((noinline)) void find_group(const Scale* scales, int g) {
         typedef int32_t lanes __attribute__((vector_size(W * 4)));
@@ -170,9 +169,8 @@ struct CodedScratch {
 
 // As `soften`, with weights as integers.
 template <bool IS_WHOLE, typename Form>
-ALWAYS_INLINE void soften_and_round(const float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
-                                    float* scale, const ValueScales<Form>& scales, CodedWeights<Form>* to_weights,
-                                    float* sums) {
+inline void soften_and_round(const float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
+                             float* scale, const ValueScales<Form>& scales, CodedWeights<Form>* to_weights, float* sums) {
     vec weights[TILE / W];
     const float largest = soften<IS_WHOLE>(scores, from, to, factor, maximum, total, scale, sums, weights);
     const float most = std::max(largest, LEAST_MOST), inverse = MOST_STEPS / most;
@@ -182,23 +180,23 @@ ALWAYS_INLINE void soften_and_round(const float* scores, int64_t from, int64_t t
         for (int i = 0; i < TILE / W; i += 2) {
             vec steps[2];
             for (int j = 0; j < 2; ++j)
-                steps[j] = as_it_is(fused(weights[i + j], load(shares + W * (i + j)), broadcast(ROUNDER)));
+                steps[j] = fused(weights[i + j], load(shares + W * (i + j)), broadcast(ROUNDER));
             store_weights((bits)steps[0], (bits)steps[1], to_weights->pairs[0][g] + W / 2 * i);
             if (TERMS == 1) continue;
             for (int j = 0; j < 2; ++j) {
-                const vec rest = as_it_is(fused(weights[i + j], load(shares + W * (i + j)), ROUNDER - steps[j]));
-                steps[j] = as_it_is(rest * FINER + ROUNDER);
+                const vec rest = fused(weights[i + j], load(shares + W * (i + j)), ROUNDER - steps[j]);
+                steps[j] = rest * FINER + ROUNDER;
             }
             store_weights((bits)steps[0], (bits)steps[1], to_weights->pairs[TERMS - 1][g] + W / 2 * i);
         }
-        to_weights->steps[g] = as_it_is(most * (1.0f / MOST_STEPS)) * scales.most[g];
+        to_weights->steps[g] = most * (1.0f / MOST_STEPS) * scales.most[g];
     }
 }
 
-// Compiled alone, so that a query has the same bits wherever this is called.
+// Not inlined, as `soften_wide`.
 template <typename Form>
-COMPILED_ALONE void soften_codes(const float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
-                                 float* scale, const ValueScales<Form>& scales, CodedWeights<Form>* to_weights, float* sums) {
+__attribute__((noinline)) void soften_codes(const float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
+                         float* scale, const ValueScales<Form>& scales, CodedWeights<Form>* to_weights, float* sums) {
     if (is_whole(from, to))
         soften_and_round<true>(scores, from, to, factor, maximum, total, scale, scales, to_weights, sums);
     else
@@ -361,7 +359,7 @@ private:
                         for (int v = 0; v < V; ++v) {
                             float* to = acc + n * HEAD_SIZE + g * SCALED + h * SCALED_BYTES + W * (i + v);
                             const vec part = joined(s, n, v, h);
-                            store(to, fused(part, broadcast(weights[n].steps[g]), as_it_is(load(to) * scale[n])));
+                            store(to, fused(part, broadcast(weights[n].steps[g]), load(to) * scale[n]));
                         }
                     });
                 });

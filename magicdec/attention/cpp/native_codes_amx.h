@@ -88,7 +88,7 @@ public:
                     for_queries(b, [&](int64_t m, const int32_t* sums) {
                         for (int v = 0; v < V; ++v) {
                             float* to = acc + m * HEAD_SIZE + d + 16 * v;
-                            const vec before = as_it_is(load(to) * scale[m]);
+                            const vec before = load(to) * scale[m];
                             store(to, fused(joined(sums + 16 * v), broadcast(of[m].steps[g]), before));
                         }
                     });

@@ -1,5 +1,5 @@
-// The float32 storage of native.cpp, on every CPU. Every sum over d or over keys is a chain of `fused`, so that it has the
-// same bits for one query as for several at once, which compilers would otherwise round each in their own way.
+// The float32 storage of native.cpp, on every CPU. Every sum over d or over keys is a chain of `fused`, the
+// same for one query as for several at once.
 
 // Horizontal sums of four vectors at once, into out[0..3].
 inline eight fold(vec v) {
@@ -33,8 +33,8 @@ inline void score_four(const float* q, const float* const* keys, float* s) {
             for (int i = 0; i < 4; ++i) a[n][i] = fused(x, k[i], a[n][i]);
         }
     }
-    for (int n = 0; n < N; ++n)  // with a single step, a[n][i] is a product
-        sum_four(as_it_is(a[n][0]), as_it_is(a[n][1]), as_it_is(a[n][2]), as_it_is(a[n][3]), s + n * TILE);
+    for (int n = 0; n < N; ++n)
+        sum_four(a[n][0], a[n][1], a[n][2], a[n][3], s + n * TILE);
 }
 
 // Scores of M queries for `count` keys (rows of D elements): s[m * TILE + j].
@@ -70,13 +70,12 @@ void accumulate(const float* p, const float* v, int64_t count, float* acc) {
 
 // Weights of one query for `count` keys from their scores, in place, relative to the running `maximum`: zeros but for the visible
 // keys [from, to). Updates `maximum` and `total`. Returns the factor of earlier sums.
-COMPILED_ALONE float soften_float32(float* s, int64_t from, int64_t to, int64_t count, float* maximum, float* total) {
+inline float soften_float32(float* s, int64_t from, int64_t to, int64_t count, float* maximum, float* total) {
     float top = *maximum;
     for (int64_t j = from; j < to; ++j) top = std::max(top, s[j]);
     const float scale = exp_negative(*maximum - top);
-    float added = 0;
     for (int64_t j = from; j < to; ++j) s[j] = exp_negative(s[j] - top);
-    for (int64_t j = from; j < to; ++j) added += s[j];
+    const float added = sum_of(to - from, [&](int64_t i) { return s[from + i]; });
     for (int64_t j = 0; j < from; ++j) s[j] = 0.0f;
     for (int64_t j = to; j < count; ++j) s[j] = 0.0f;
     *total = *total * scale + added;

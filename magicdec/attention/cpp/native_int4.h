@@ -21,7 +21,7 @@ using NibbleTile = CodedTile<bfloat16>;
 // The codes of HEAD_SIZE numbers as TOKEN_BYTES bytes, and the scales that map each group's number of the largest magnitude
 // to -8.
 template <typename S>
-COMPILED_ALONE void to_nibbles(const S* from, uint8_t* bytes, bfloat16* scales) {
+inline void to_nibbles(const S* from, uint8_t* bytes, bfloat16* scales) {
     for (int g = 0; g < GROUPS; ++g) {
         const int count = has_high(g) ? GROUP_SIZE : HALF;
         float numbers[GROUP_SIZE] = {}, largest = 0;
@@ -38,7 +38,7 @@ COMPILED_ALONE void to_nibbles(const S* from, uint8_t* bytes, bfloat16* scales) 
 }
 
 // In place, in the order of Int4, whose sums have the same bits.
-COMPILED_ALONE inline void mix(float* numbers) {
+inline void mix(float* numbers) {
     for (int half = 1; half < MIXED; half *= 2)
         for (int from = 0; from < HEAD_SIZE; from += 2 * half)
             for (int i = from; i < from + half; ++i) {

@@ -71,9 +71,7 @@ struct Mass {
     void add(int64_t query, int64_t at, int64_t offset, const float* weights, int64_t count) const {
         for (int64_t j = 0, end; j < count; j = end, ++at) {
             end = std::min(count, (offset + j) / BLOCK * BLOCK + BLOCK - offset);
-            float sum = 0;
-            for (int64_t i = j; i < end; ++i) sum += weights[i];
-            of(query)[at] += sum;
+            of(query)[at] += sum_of(end - j, [&](int64_t i) { return weights[j + i]; });
         }
     }
 };

@@ -88,10 +88,8 @@ inline void add_weights(const Received& r, int64_t g, int64_t from, int64_t M, i
     if (r.sinks)
         for (int64_t m = 0; m < M; ++m) total[m] = exp_negative((sink(m) - top[m]) * factor);
     each([&](int64_t m, float* s, int64_t begin, int64_t stop, int64_t) {
-        float sum = 0;
         for (int64_t j = begin; j < stop; ++j) s[j] = exp_negative((s[j] - top[m]) * factor);
-        for (int64_t j = begin; j < stop; ++j) sum += s[j];
-        total[m] += sum;
+        total[m] += sum_of(stop - begin, [&](int64_t i) { return s[begin + i]; });
     });
     each([&](int64_t m, const float* s, int64_t begin, int64_t stop, int64_t position) {
         const float scale = 1.0f / total[m];

@@ -32,13 +32,13 @@ inline void to_weights(const float* scores, int64_t from, int64_t to, float fact
     const __m512 shift = _mm512_set1_ps(highest);
     __m512 sum = _mm512_setzero_ps();
     for (int i = 0; i < C; ++i) {
-        w[i] = _mm512_maskz_mov_ps(seen[i], exp2_negative(as_it_is(_mm512_sub_ps(s[i], shift))));
-        sum = as_it_is(_mm512_add_ps(sum, w[i]));
+        w[i] = _mm512_maskz_mov_ps(seen[i], exp2_negative(_mm512_sub_ps(s[i], shift)));
+        sum = _mm512_add_ps(sum, w[i]);
     }
     for (int i = C; i < 4; ++i) w[i] = _mm512_setzero_ps();
     // Mostly the maximum stays. Then the factor is exactly 1.
-    *scale = highest == *maximum ? 1.0f : _mm512_cvtss_f32(exp2_negative(as_it_is(_mm512_set1_ps(*maximum - highest))));
-    *total = as_it_is(*total * *scale) + as_it_is(_mm512_reduce_add_ps(sum));
+    *scale = highest == *maximum ? 1.0f : _mm512_cvtss_f32(exp2_negative(_mm512_set1_ps(*maximum - highest)));
+    *total = *total * *scale + _mm512_reduce_add_ps(sum);
     *maximum = highest;
 }
 

@@ -115,7 +115,7 @@ public:
 private:
     static int64_t width(const Problem& p) { return p.num_queries() * (HEAD_SIZE + 2); }
 
-    COMPILED_ALONE void merge_head(const Problem& p, int64_t b, int64_t t, int64_t h, const float* sinks, S* out, float* lse) const {
+    void merge_head(const Problem& p, int64_t b, int64_t t, int64_t h, const float* sinks, S* out, float* lse) const {
         constexpr int D = HEAD_SIZE;
         const int64_t M = p.num_queries(), rep = p.group(), g = h / rep, m = t * rep + h % rep;
         const int64_t first = plan.first_piece[b * p.G + g], last = plan.first_piece[b * p.G + g + 1];

@@ -71,8 +71,8 @@ struct WideScratch {
 // zeros in the others. Updates `maximum` and `total`; `scale` is the factor for earlier sums, and `sums` get the weights' sums
 // by LANES keys, or are null. Returns the largest weight. `IS_WHOLE`: all lanes are visible.
 template <bool IS_WHOLE>
-ALWAYS_INLINE float soften(const float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
-                           float* scale, float* sums, vec (&weights)[TILE / W]) {
+inline float soften(const float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
+                    float* scale, float* sums, vec (&weights)[TILE / W]) {
     constexpr int V = TILE / W;
     typedef int32_t lanes __attribute__((vector_size(W * 4)));
     vec top = broadcast(HIDDEN), sum = {};
@@ -90,7 +90,7 @@ ALWAYS_INLINE float soften(const float* scores, int64_t from, int64_t to, float 
     for (int i = 0; i < V; ++i) {
         weights[i] = exp2_wide(weights[i] - highest);
         if (!IS_WHOLE) weights[i] = seen[i] ? weights[i] : vec{};
-        sum = as_it_is(sum + weights[i]);  // in this order, in which vectors that are not seen change no bit
+        sum += weights[i];  // vectors that are not seen change no bit
     }
     // Mostly the maximum stays. Then the factor is exactly 1.
     vec edges = broadcast(*maximum - highest);
@@ -113,9 +113,9 @@ ALWAYS_INLINE float soften(const float* scores, int64_t from, int64_t to, float 
 // Whether a query sees all lanes, which mostly is the case.
 inline bool is_whole(int64_t from, int64_t to) { return from <= 0 && to >= TILE; }
 
-// The same in place. Compiled alone, so that a query has the same bits wherever this is called.
-COMPILED_ALONE void soften_wide(float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
-                                float* scale, float* sums) {
+// The same in place. Not inlined, which would be no faster and take longer to compile.
+__attribute__((noinline)) void soften_wide(float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total, float* scale,
+                        float* sums) {
     vec weights[TILE / W];
     if (is_whole(from, to))
         soften<true>(scores, from, to, factor, maximum, total, scale, sums, weights);

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from magicdec.config.capabilities import Requirements
-from magicdec.kernels.build import FAST_MATH, SHARED_HEADERS, load_library, share_openmp
+from magicdec.kernels.build import SHARED_HEADERS, load_library, share_openmp
 from magicdec.model.elementwise.delta import (
     DeltaTokens,
     HeldLayer,
@@ -36,7 +36,7 @@ SILU, GELU, CLAMPED = range(3)  # `Gate` of rows.h
 @cache
 def library() -> ctypes.CDLL:
     share_openmp()
-    native = load_library(SOURCE, (*FAST_MATH, "-fopenmp"), HEADERS)
+    native = load_library(SOURCE, ("-fopenmp",), HEADERS)
     native.magicdec_rms_norm.argtypes = (
         _FLAG,
         _POINTER,
@@ -96,10 +96,8 @@ def library() -> ctypes.CDLL:
 def delta_library(name: str) -> ctypes.CDLL:
     """That of `name`.cpp, a part of linear attention."""
     share_openmp()
-    # Sums in the order in which they are written: a state that is computed again has the same bits.
-    flags = ("-fopenmp", "-ffp-contract=off")
     headers = tuple(SHARED_HEADERS / header for header in ("wide.h", "arithmetic.h"))
-    return load_library(SOURCE.with_name(f"{name}.cpp"), flags, headers)
+    return load_library(SOURCE.with_name(f"{name}.cpp"), ("-fopenmp",), headers)
 
 
 def call_delta(name: str, sizes: Sequence[int], tensors: Sequence[Tensor]) -> None:

@@ -20,13 +20,11 @@ ALWAYS_INLINE float sigmoid(float x) {
     return (x < 0 ? e : 1.0f) / (1.0f + e);
 }
 
-// out [width] = x / sqrt(mean(x^2) + eps) * weight [width]. Not inlined: a compiler that knew the width would add the
-// squares in another order, and callers would get other bits.
+// out [width] = x / sqrt(mean(x^2) + eps) * weight [width].
 template <typename S>
-COMPILED_ALONE void rms_norm_row(const S* x, const S* weight, float eps, int64_t width, S* out) {
-    float sum = 0;
-    for (int64_t i = 0; i < width; ++i) sum += to_float(x[i]) * to_float(x[i]);
-    const float scale = 1.0f / std::sqrt(sum / float(width) + eps);
+inline void rms_norm_row(const S* x, const S* weight, float eps, int64_t width, S* out) {
+    const float squares = sum_of(width, [&](int64_t i) { return to_float(x[i]) * to_float(x[i]); });
+    const float scale = 1.0f / std::sqrt(squares / float(width) + eps);
     for (int64_t i = 0; i < width; ++i) store(out + i, to_float(x[i]) * scale * to_float(weight[i]));
 }
 
@@ -47,36 +45,36 @@ inline void rotate_token(S* x, const float* table, int64_t size, int64_t heads, 
     }
 }
 
-// out [width] = silu(x[:width]) * x[width:]. Gates are not inlined, as rms_norm_row: vectors divide otherwise than single numbers.
+// out [width] = silu(x[:width]) * x[width:].
 template <typename S>
-COMPILED_ALONE void silu_gate_row(const S* x, int64_t width, S* out) {
+inline void silu_gate_row(const S* x, int64_t width, S* out) {
     const S *gate = x, *up = x + width;
     for (int64_t i = 0; i < width; ++i) {
         const float g = to_float(gate[i]);
-        store(out + i, grouped(g * sigmoid(g)) * to_float(up[i]));
+        store(out + i, g * sigmoid(g) * to_float(up[i]));
     }
 }
 
 // out [width] = gelu(x[:width]) * x[width:], with the approximation of GELU by tanh. 1 + tanh(u) is 2 sigmoid(2 u).
 template <typename S>
-COMPILED_ALONE void gelu_gate_row(const S* x, int64_t width, S* out) {
+inline void gelu_gate_row(const S* x, int64_t width, S* out) {
     const S *gate = x, *up = x + width;
     constexpr float twice_root = 2 * 0.7978845608028654f;  // of 2 / pi
     for (int64_t i = 0; i < width; ++i) {
         const float g = to_float(gate[i]);
-        const float inner = fused(grouped(0.044715f * g) * g, g, g);
-        store(out + i, grouped(g * sigmoid(grouped(twice_root * inner))) * to_float(up[i]));
+        const float inner = fused(0.044715f * g * g, g, g);
+        store(out + i, g * sigmoid(twice_root * inner) * to_float(up[i]));
     }
 }
 
 // out [width] = (up + 1) gate sigmoid(alpha gate) with gate = x[:width], at most `limit`, and up = x[width:], at most `limit`
 // on either side.
 template <typename S>
-COMPILED_ALONE void clamped_gate_row(const S* x, float limit, float alpha, int64_t width, S* out) {
+inline void clamped_gate_row(const S* x, float limit, float alpha, int64_t width, S* out) {
     const S *gate = x, *up = x + width;
     for (int64_t i = 0; i < width; ++i) {
         const float g = std::min(to_float(gate[i]), limit), u = std::clamp(to_float(up[i]), -limit, limit);
-        store(out + i, grouped(u + 1.0f) * grouped(g * sigmoid(grouped(alpha * g))));
+        store(out + i, (u + 1.0f) * (g * sigmoid(alpha * g)));
     }
 }
 
@@ -87,11 +85,10 @@ inline void gate_row(const Gate& gate, const S* x, int64_t width, S* out) {
 }
 
 // The `used` experts of a token with the largest logits [experts], the first of equal ones, in descending order, and their
-// weights, rounded to S: the softmax over all logits, or over those of the chosen ones if it `renormalises`. Not inlined, as
-// rms_norm_row.
+// weights, rounded to S: the softmax over all logits, or over those of the chosen ones if it `renormalises`.
 template <typename S>
-COMPILED_ALONE void route_row(const S* logits, int64_t experts, int64_t used, bool renormalises, int64_t* chosen,
-                                         float* weights) {
+inline void route_row(const S* logits, int64_t experts, int64_t used, bool renormalises, int64_t* chosen,
+                      float* weights) {
     for (int64_t k = 0; k < used; ++k) {
         int64_t best = -1;
         for (int64_t e = 0; e < experts; ++e) {
@@ -101,12 +98,10 @@ COMPILED_ALONE void route_row(const S* logits, int64_t experts, int64_t used, bo
         chosen[k] = best;
     }
     const float top = to_float(logits[chosen[0]]);
-    volatile float total = 0;  // added in order: vectors would begin where an address is aligned
     for (int64_t k = 0; k < used; ++k) weights[k] = exp_negative(to_float(logits[chosen[k]]) - top);
-    if (renormalises)
-        for (int64_t k = 0; k < used; ++k) total = total + weights[k];
-    else
-        for (int64_t e = 0; e < experts; ++e) total = total + exp_negative(to_float(logits[e]) - top);
+    const float total = renormalises
+                            ? sum_of(used, [&](int64_t k) { return weights[k]; })
+                            : sum_of(experts, [&](int64_t e) { return exp_negative(to_float(logits[e]) - top); });
     const float scale = 1.0f / total;
     for (int64_t k = 0; k < used; ++k) {
         S rounded;
@@ -115,21 +110,21 @@ COMPILED_ALONE void route_row(const S* logits, int64_t experts, int64_t used, bo
     }
 }
 
-// The weight of the MLP that all tokens go to: the sigmoid of its gate's output, rounded to S. Not inlined, as rms_norm_row.
+// The weight of the MLP that all tokens go to: the sigmoid of its gate's output, rounded to S.
 template <typename S>
-COMPILED_ALONE float weigh(S logit) {
+inline float weigh(S logit) {
     S rounded;
     store(&rounded, sigmoid(to_float(logit)));
     return to_float(rounded);
 }
 
-// sum [width] += weight * (x + bias); `bias` may be null. Not inlined, as rms_norm_row.
+// sum [width] += weight * (x + bias); `bias` may be null.
 template <typename S>
-COMPILED_ALONE void add_expert_row(const S* x, const S* bias, float weight, int64_t width, float* sum) {
+inline void add_expert_row(const S* x, const S* bias, float weight, int64_t width, float* sum) {
     if (!bias)
         for (int64_t i = 0; i < width; ++i) sum[i] = fused(weight, to_float(x[i]), sum[i]);
     else
-        for (int64_t i = 0; i < width; ++i) sum[i] = fused(weight, grouped(to_float(x[i]) + to_float(bias[i])), sum[i]);
+        for (int64_t i = 0; i < width; ++i) sum[i] = fused(weight, to_float(x[i]) + to_float(bias[i]), sum[i]);
 }
 
 }  // namespace

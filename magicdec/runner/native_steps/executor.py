@@ -23,7 +23,7 @@ from magicdec.attention.native import STORAGE, flags_of, kernel
 from magicdec.distributed.groups import Group
 from magicdec.distributed.shared_memory import HEADERS as EXCHANGE_HEADERS
 from magicdec.distributed.shared_memory import SLOT_BYTES, WAIT_MS, SharedMemoryExchange
-from magicdec.kernels.build import FAST_MATH, PREFILL_FROM, load_library, share_openmp
+from magicdec.kernels.build import PREFILL_FROM, load_library, share_openmp
 from magicdec.kv.cache import KVCache
 from magicdec.kv.layer_views import LayerViews
 from magicdec.model.block import Block
@@ -63,7 +63,7 @@ Fields = TypeVar("Fields", bound=ctypes.Structure)
 @cache
 def library(head_size: int, *more_flags: str) -> ctypes.CDLL:
     share_openmp()
-    flags = (*FAST_MATH, "-fopenmp", f"-DHEAD_SIZE={head_size}", *more_flags)
+    flags = ("-fopenmp", f"-DHEAD_SIZE={head_size}", *more_flags)
     native = load_library(SOURCE, flags, HEADERS)
     native.magicdec_forward.restype = ctypes.c_int64
     native.magicdec_forward.argtypes = (

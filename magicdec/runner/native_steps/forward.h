@@ -406,9 +406,8 @@ private:
             for (int64_t i = 1; i < V; ++i) most = std::max(most, to_float(row[i]));
             int64_t id = 0;
             while (id < V - 1 && to_float(row[id]) != most) ++id;
-            double sum = 0;
-            if (c->pa > 0)
-                for (int64_t i = 0; i < V; ++i) sum += exp_negative(to_float(row[i]) - most);
+            const auto weight = [&](int64_t i) { return exp_negative(to_float(row[i]) - most); };
+            const double sum = c->pa > 0 ? sum_of<double>(V, weight) : 0;
             int64_t wrong = 0;
             for (int64_t i = 0; i < V; ++i) wrong += !is_finite(row[i]);
             best[b] = {most, double(id + m->first_id), sum, double(wrong)};
