@@ -65,7 +65,8 @@ def _load_fp8(pool, slots, valid, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
     mask = valid[:, None] & (d < SIZE)[None, :]
     codes = tl.load(pool + slots[:, None] * SIZE + d[None, :], mask=mask, other=0).to(tl.uint32)
     smaller = ((codes & 0x80) << 24) | ((codes & 0x7F) << 20)
-    return smaller.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    numbers = smaller.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where((codes & 0x7F) == 0x7F, float("nan"), numbers)
 
 
 @triton.jit

@@ -89,10 +89,12 @@ struct Ahead {
     int64_t entries;
     void operator()(const uint32_t* loaded) const { __builtin_prefetch(loaded + entries); }
 };
+template <int CACHE = 2>  // L1 has too few buffers for many bytes that are under way
 struct InOrder {
     const char*& at;
+    explicit InOrder(const char*& at) : at(at) {}
     void operator()(const void*) const {
-        __builtin_prefetch(at, 0, 2);  // into the L2 cache: L1 has too few buffers for what is under way
+        __builtin_prefetch(at, 0, 4 - CACHE);
         at += 64;
     }
 };

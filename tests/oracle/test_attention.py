@@ -331,21 +331,23 @@ def test_an_output_of_a_query_that_is_not_finite_is_not_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One number of one head is enough, also where queries are rounded to integers; the outputs of
-    others stay as they are."""
+    others stay as they are. The query's own tile of keys has a part that it does not see, or
+    none."""
     build = native.kernel
     monkeypatch.setattr(native, "kernel", lambda size, *more: build(size, *more, *flags))
     torch.manual_seed(0)
     backend = NativeBackend()
-    cache, k, v = fill(backend, 2, 64, [70], dtype, 70 + num_new, layers=1)
-    view = make_view(cache, [0], FullKV(), num_new)
-    q = torch.randn(1, num_new, 8, 64).to(k.dtype)
-    plain = BackendCase(view, q, k, v).run(backend)
-    broken = q.clone()
-    broken[0, -1, 3, 40] = value
-    out = BackendCase(view, broken, k, v).run(backend)
-    assert not out[0, -1, 3].isfinite().any()
-    out[0, -1, 3] = plain[0, -1, 3]
-    assert torch.equal(out, plain)
+    for committed in (70, 128 - num_new):
+        cache, k, v = fill(backend, 2, 64, [committed], dtype, committed + num_new, layers=1)
+        view = make_view(cache, [0], FullKV(), num_new)
+        q = torch.randn(1, num_new, 8, 64).to(k.dtype)
+        plain = BackendCase(view, q, k, v).run(backend)
+        broken = q.clone()
+        broken[0, -1, 3, 40] = value
+        out = BackendCase(view, broken, k, v).run(backend)
+        assert not out[0, -1, 3].isfinite().any()
+        out[0, -1, 3] = plain[0, -1, 3]
+        assert torch.equal(out, plain)
 
 
 WITHOUT_WEIGHTS = list_backends(lambda c: not c.returns_weights)
@@ -551,6 +553,15 @@ def test_numbers_of_fp8(name: str, stored: torch.dtype) -> None:
     v = values.to(k.device, k.dtype).unsqueeze(1).expand(-1, 4, -1, -1)
     out = BackendCase(view, k[:, :1], k, v).run(backend)
     assert torch.equal(out[:, 0].cpu().float(), as_stored(v[:, 0].cpu(), stored))
+
+
+@pytest.mark.parametrize(("name", "stored"), cases([FP8]), ids=str)
+def test_no_number_of_fp8_stays_none(name: str, stored: torch.dtype) -> None:
+    """A cache that another program wrote, or a model that overflows: no finite output hides it."""
+    backend = BACKENDS[name]()
+    case = make_case(backend, (2, 1, 64), FullKV(), 1, [0, 1], stored)
+    case.view.cache.v.view(torch.uint8).fill_(0x7F)
+    assert case.run(backend).isnan().all()
 
 
 @pytest.mark.parametrize("build", [GroupedBackend, NativeBackend])

@@ -15,33 +15,11 @@ constexpr float FINER = 32768.0f;
 constexpr int MOST_STEPS = HEAD_SIZE <= 512 ? 32767 : 16383;  // times MOST_CODE and HEAD_SIZE it has 31 bits
 constexpr float LEAST_MOST = 1e-30f;                          // what is smaller is rounded to 0
 
+// Of fewer bits, what follows is prefetched into the L1 cache.
+using NextCodes = InOrder<W == 16 ? 1 : 2>;
+
 // W numbers of at most 2^15 are rounded by adding this: the lower 16 bits are then those of the integers.
 constexpr float ROUNDER = 12582912.0f;
-
-// The lower 16 bits of 2 W integers of tokens as pairs, in the order in which an entry has four tokens.
-inline void store_weights(bits first, bits second, uint32_t* to) {
-#if defined(__AVX512BW__)
-    alignas(64) static constexpr struct Order {
-        uint16_t words[32];
-        constexpr Order() : words() {
-            for (int i = 0; i < 32; ++i) words[i] = uint16_t(2 * (i / 4 * 4 + i % 2 * 2 + i % 4 / 2));
-        }
-    } order;
-    _mm512_storeu_si512(to, _mm512_permutex2var_epi16((__m512i)first, _mm512_load_si512(order.words), (__m512i)second));
-#elif defined(__AVX2__)
-    const __m256i order = _mm256_setr_epi8(0, 1, 8, 9, 4, 5, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1,  //
-                                           0, 1, 8, 9, 4, 5, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1);
-    const __m256i both = _mm256_unpacklo_epi64(_mm256_shuffle_epi8((__m256i)first, order),
-                                               _mm256_shuffle_epi8((__m256i)second, order));
-    _mm256_storeu_si256((__m256i*)to, _mm256_permute4x64_epi64(both, 0b11011000));
-#else
-    uint32_t each[2 * W];
-    std::memcpy(each, &first, sizeof(first));
-    std::memcpy(each + W, &second, sizeof(second));
-    for (int i = 0; i < 2 * W; i += 4)
-        for (int odd = 0; odd < 2; ++odd) to[i / 2 + odd] = (each[i + odd] & 0xffff) | each[i + 2 + odd] << 16;
-#endif
-}
 
 // How `Pools` store numbers: a part of an entry has a pair of 16 bits (pairs_of_quad), and rows of entries have the keys'
 // dimensions that share a scale.
@@ -101,46 +79,6 @@ inline void read_query(const CodedQuery<Form>* q, int64_t m, float* numbers) {
             }
 }
 
-// A query's weights of a tile, times the scales of values: by group of dimensions, pairs times `steps`.
-template <typename Form>
-struct CodedWeights {
-    alignas(64) uint32_t pairs[TERMS][Form::NUM_SCALES][TILE / 2];
-    float steps[Form::NUM_SCALES];
-};
-
-// The scales of the values of a tile that a query sees, [from, to), by group of dimensions: shares of the largest.
-template <typename Form>
-struct ValueScales {
-    const void* tile = nullptr;
-    int64_t from, to;
-    float most[Form::NUM_SCALES];
-    alignas(64) float shares[Form::NUM_SCALES][TILE];
-
-    // Queries of a tile mostly see the same.
-    void find(const typename Form::Tile& of, int64_t first, int64_t end) {
-        if (tile == of.values && from == first && to == end) return;
-        tile = of.values, from = first, to = end;
-        for (int g = 0; g < Form::NUM_SCALES; ++g) find_group(of.value_scales + g * TILE, g);
-    }
-
-private:
-    template <typename Scale>
-    __attribute__((noinline)) void find_group(const Scale* scales, int g) {
-        typedef int32_t lanes __attribute__((vector_size(W * 4)));
-        vec x[TILE / W], top = broadcast(LEAST_MOST);
-        lanes lane;
-        for (int i = 0; i < W; ++i) lane[i] = i;
-        for (int i = 0; i < TILE / W; ++i) {
-            x[i] = W * i < to ? load_scales(scales + W * i) : vec{};
-            x[i] = (lane + W * i >= int(from)) & (lane + W * i < int(to)) ? x[i] : vec{};
-            top = larger(top, larger(x[i], -x[i]));
-        }
-        most[g] = max_across(top);
-        const float inverse = 1 / most[g];
-        for (int i = 0; i < TILE / W; ++i) store(shares[g] + W * i, x[i] * inverse);
-    }
-};
-
 // Calls body.operator()<V>(i) for vectors i .. i + V - 1 of `count`, with V = MOST, then 1.
 template <int MOST, typename Body>
 inline void in_some_vectors(int count, Body body) {
@@ -149,6 +87,7 @@ inline void in_some_vectors(int count, Body body) {
     for (int rest = 1; rest < MOST && i < count; ++rest, ++i) body.template operator()<1>(i);
 }
 
+#include "native_codes_softmax.h"
 #include "native_codes_amx.h"
 
 template <typename Form>
@@ -166,42 +105,6 @@ struct CodedScratch {
 #endif
     CodedWeights<Form>* weights_of(int64_t query) { return weights + query; }
 };
-
-// As `soften`, with weights as integers.
-template <bool IS_WHOLE, typename Form>
-inline void soften_and_round(const float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
-                             float* scale, const ValueScales<Form>& scales, CodedWeights<Form>* to_weights, float* sums) {
-    vec weights[TILE / W];
-    const float largest = soften<IS_WHOLE>(scores, from, to, factor, maximum, total, scale, sums, weights);
-    const float most = std::max(largest, LEAST_MOST), inverse = MOST_STEPS / most;
-    for (int i = 0; i < TILE / W; ++i) weights[i] *= inverse;
-    for (int g = 0; g < Form::NUM_SCALES; ++g) {
-        const float* shares = scales.shares[g];
-        for (int i = 0; i < TILE / W; i += 2) {
-            vec steps[2];
-            for (int j = 0; j < 2; ++j)
-                steps[j] = fused(weights[i + j], load(shares + W * (i + j)), broadcast(ROUNDER));
-            store_weights((bits)steps[0], (bits)steps[1], to_weights->pairs[0][g] + W / 2 * i);
-            if (TERMS == 1) continue;
-            for (int j = 0; j < 2; ++j) {
-                const vec rest = fused(weights[i + j], load(shares + W * (i + j)), ROUNDER - steps[j]);
-                steps[j] = rest * FINER + ROUNDER;
-            }
-            store_weights((bits)steps[0], (bits)steps[1], to_weights->pairs[TERMS - 1][g] + W / 2 * i);
-        }
-        to_weights->steps[g] = most * (1.0f / MOST_STEPS) * scales.most[g];
-    }
-}
-
-// Not inlined, as `soften_wide`.
-template <typename Form>
-__attribute__((noinline)) void soften_codes(const float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
-                         float* scale, const ValueScales<Form>& scales, CodedWeights<Form>* to_weights, float* sums) {
-    if (is_whole(from, to))
-        soften_and_round<true>(scores, from, to, factor, maximum, total, scale, scales, to_weights, sums);
-    else
-        soften_and_round<false>(scores, from, to, factor, maximum, total, scale, scales, to_weights, sums);
-}
 
 // Codes are unpacked where they are multiplied, or once for several blocks of queries.
 template <typename Form>
@@ -239,6 +142,15 @@ struct CodedTiles : Form {
         soften_codes(scores, from, to, factor, maximum, total, scale, scratch->value_scales, weights, sums);
     }
 
+#if defined(__AVX512F__)
+    // Of four adjacent queries that see all of a whole tile.
+    void soften_four(const Tile& tile, const float* scores, float factor, float* maximum, float* total, float* scale,
+                     CodedWeights<Form>* weights) const {
+        scratch->value_scales.find(tile, 0, TILE);
+        soften_four_codes(scores, factor, maximum, total, scale, scratch->value_scales, weights);
+    }
+#endif
+
     void begin_values(const Tile& tile, int64_t ahead) const {
         if (scratch->is_unpacked) unpack<TOKEN_BYTES>(tile.values, tile.num_groups, TOKEN_BYTES / W, tile.values + ahead);
     }
@@ -252,7 +164,7 @@ struct CodedTiles : Form {
 
 private:
     // Prefetches the scales of the next tile, which follow its codes.
-    static void prefetch_scales(InOrder ahead) {
+    static void prefetch_scales(NextCodes ahead) {
         constexpr int lines = sizeof(*Tile::key_scales) * NUM_SCALES * TILE / 64;
         for (int i = 0; i < lines; ++i) ahead(nullptr);
     }
@@ -265,19 +177,19 @@ private:
         for (int64_t row = 0; row < count; ++row, entries += WIDTH, to += PARTS * WIDTH)
             for (int64_t i = 0; i < num_vectors; ++i) {
                 const bits some = load_bits(entries + W * i);
-                if (W == 16 || i % 2 == 0) InOrder{next}(nullptr);
+                if (W == 16 || i % 2 == 0) NextCodes{next}(nullptr);
                 unrolled<PARTS>([&]<int part>() {
                     const bits x = Form::pairs(some, part);
                     std::memcpy(to + part * WIDTH + W * i, &x, sizeof(x));
                 });
             }
-        prefetch_scales(InOrder{next});
+        prefetch_scales(NextCodes{next});
     }
 
     // Adds the products of N queries' terms with `count` rows of V vectors of entries: part p of row k is multiplied by
     // left.operator()<p>(n, term, k), and is in the sums p % SUMS.
     template <bool IS_UNPACKED, int WIDTH, int R, int V, int SUMS, typename Pairs>
-    static void multiply(Pairs left, const uint32_t* entries, int64_t count, InOrder ahead, integers (&sums)[R][V][SUMS]) {
+    static void multiply(Pairs left, const uint32_t* entries, int64_t count, NextCodes ahead, integers (&sums)[R][V][SUMS]) {
         for (int64_t row = 0; row < count; ++row, entries += (IS_UNPACKED ? PARTS : 1) * WIDTH) {
             bits packed[V];
             if (!IS_UNPACKED)
@@ -327,7 +239,7 @@ private:
                     return pair;
                 };
                 multiply<IS_UNPACKED, TILE>(left, keys + g * ROWS * (IS_UNPACKED ? PARTS : 1) * TILE + W * i, ROWS,
-                                            InOrder{next}, s);
+                                            NextCodes{next}, s);
                 for (int v = 0; v < V; ++v) {
                     const vec scale = load_scales(tile.key_scales + g * TILE + W * (i + v));
                     unrolled<N>([&]<int n>() { sums[n][v] = fused(joined(s, n, v, 0), scale, sums[n][v]); });
@@ -337,7 +249,7 @@ private:
                 for (int v = 0; v < V; ++v) store(scores + n * TILE + W * (i + v), sums[n][v] * q[n].step);
             });
         });
-        if (!IS_UNPACKED) prefetch_scales(InOrder{next});
+        if (!IS_UNPACKED) prefetch_scales(NextCodes{next});
     }
 
     template <int N, bool IS_UNPACKED>
@@ -352,7 +264,7 @@ private:
                 const auto left = [&]<int part>(int n, int term, int64_t quad) {
                     return int32_t(weights[n].pairs[term][g][2 * (tile.first_group + quad) + part / HALVES]);
                 };
-                multiply<IS_UNPACKED, TOKEN_BYTES>(left, values + g * SCALED_BYTES + W * i, tile.num_groups, InOrder{next}, s);
+                multiply<IS_UNPACKED, TOKEN_BYTES>(left, values + g * SCALED_BYTES + W * i, tile.num_groups, NextCodes{next}, s);
                 unrolled<HALVES>([&]<int h>() {
                     if (!Form::has_half(g, h)) return;
                     unrolled<N>([&]<int n>() {
@@ -364,7 +276,7 @@ private:
                     });
                 });
             });
-        if (!IS_UNPACKED) prefetch_scales(InOrder{next});
+        if (!IS_UNPACKED) prefetch_scales(NextCodes{next});
     }
 };
 

@@ -54,7 +54,7 @@ public:
     void score(const CodedQuery<Form>* q, const typename Form::Tile& tile, int64_t ahead, float* scores) {
         auto next = reinterpret_cast<const char*>(tile.keys + ahead);
         const uint32_t* keys = tile.keys;
-        if constexpr (IS_PACKED) keys = unpack_keys<C>(keys, InOrder{next});
+        if constexpr (IS_PACKED) keys = unpack_keys<C>(keys, NextCodes{next});
         amx::Ahead following{reinterpret_cast<const uint32_t*>(next), IS_PACKED ? 0 : TILE / C, is_far};
         for (int64_t b = 0; b < blocks; ++b, following.lines = 0)
             for (int g = 0; g < Form::NUM_SCALES; ++g)
@@ -78,7 +78,7 @@ public:
         for (int64_t m = 0; m < num_queries; ++m) split_weights(of[m], tile.vector, weights[m]);
         auto next = reinterpret_cast<const char*>(tile.values + ahead);
         const uint32_t* values = tile.values - (tile.vector / 4 + tile.first_group) * VALUE_ENTRIES;
-        if constexpr (IS_PACKED) values = unpack_values(values, InOrder{next});
+        if constexpr (IS_PACKED) values = unpack_values(values, NextCodes{next});
         amx::Ahead following{reinterpret_cast<const uint32_t*>(next), IS_PACKED ? 0 : 16, is_far};
         for (int64_t b = 0; b < blocks; ++b, following.lines = 0)
             for (int g = 0; g < Form::NUM_SCALES; ++g)
@@ -130,7 +130,7 @@ private:
     static bits bytes_of(bits nibbles, int half) { return (half ? nibbles : nibbles << 4) & 0xf0f0f0f0u; }
 
     template <int C>
-    const uint32_t* unpack_keys(const uint32_t* from, InOrder ahead) {
+    const uint32_t* unpack_keys(const uint32_t* from, NextCodes ahead) {
         for (int row = 0; row < HEAD_SIZE / 8; ++row)
             for (int i = 0; i < C; ++i) {
                 const bits nibbles = load_bits(from + row * TILE + 16 * i);
@@ -140,7 +140,7 @@ private:
         return codes;
     }
 
-    const uint32_t* unpack_values(const uint32_t* from, InOrder ahead) {
+    const uint32_t* unpack_values(const uint32_t* from, NextCodes ahead) {
         for (int i = 0; i < TILE / 4 * VALUE_ENTRIES; i += 16) {
             const bits nibbles = load_bits(from + i);
             ahead(nullptr);
@@ -177,7 +177,7 @@ private:
     static void prefetch_scales(const void* at) {
         constexpr int lines = sizeof(*Form::Tile::key_scales) * Form::NUM_SCALES * TILE / 64;
         auto next = static_cast<const char*>(at);
-        for (int i = 0; i < lines; ++i) InOrder{next}(nullptr);
+        for (int i = 0; i < lines; ++i) NextCodes{next}(nullptr);
     }
 
     static constexpr int LOW_SUMS = 32 * amx::ROWS;

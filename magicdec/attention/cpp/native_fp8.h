@@ -22,37 +22,53 @@ inline uint8_t to_fp8(S number) {
     return uint8_t(sign | code);
 }
 
-// Codes in the upper halves of 16 bits as bfloat16 numbers: exponents get another bias, and what has none, one of eight numbers.
-constexpr int16_t FP8_SIGN_AND_REST = int16_t(0x87f0), FP8_BIAS = (127 - 7) << 7, FP8_EXPONENT = 0x7800;
-alignas(64) static constexpr uint16_t FP8_LEAST[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+// The first two codes of each entry as pairs of bfloat16, and the last two.
+#if defined(__AVX512VBMI__)
+// The bytes of the bfloat16 numbers of all codes without their signs.
+struct Fp8Bytes {
+    alignas(64) uint8_t upper[128], lower[128];
+    constexpr Fp8Bytes() : upper(), lower() {
+        for (int code = 0; code < 128; ++code) {
+            const int exponent = code >> 3, rest = code & 7, digits = rest > 3 ? 3 : rest > 1 ? 2 : rest;
+            int number = ((127 - 7 + exponent) << 7) + (rest << 4);
+            if (exponent == 0 && rest > 0) number = ((127 - 10 + digits) << 7) + ((rest << (4 - digits) & 7) << 4);
+            if (code == 0) number = 0;
+            if (code == 127) number = 0x7fc0;  // NaN
+            upper[code] = uint8_t(number >> 8);
+            lower[code] = uint8_t(number);
+        }
+    }
+};
+static constexpr Fp8Bytes FP8_BYTES;
 
-// The first two codes of each entry as pairs of bfloat16, or the last two.
-template <int HALF>
-inline bits pairs_of_fp8(bits quads) {
-#if defined(__AVX512BW__)
-    alignas(16) static constexpr int8_t order[16] = {-1, 2 * HALF, -1, 2 * HALF + 1, -1, 2 * HALF + 4, -1, 2 * HALF + 5,
-                                                     -1, 2 * HALF + 8, -1, 2 * HALF + 9, -1, 2 * HALF + 12, -1, 2 * HALF + 13};
-    const __m512i places = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(order)));
-    const __m512i upper = _mm512_shuffle_epi8((__m512i)quads, places);
-    const __m512i rest = _mm512_and_si512(_mm512_srai_epi16(upper, 4), _mm512_set1_epi16(FP8_SIGN_AND_REST));
-    const __mmask32 is_least = _mm512_testn_epi16_mask(upper, _mm512_set1_epi16(FP8_EXPONENT));
-    const __m512i biased = _mm512_add_epi16(rest, _mm512_set1_epi16(FP8_BIAS));
-    const __m512i least = _mm512_mask_permutexvar_epi16(biased, is_least, _mm512_srli_epi16(upper, 8), _mm512_load_si512(FP8_LEAST));
-    return (bits)_mm512_or_si512(least, _mm512_and_si512(upper, _mm512_set1_epi16(int16_t(0x8000))));
+inline void pairs_of_fp8(bits quads, bits& first, bits& last) {
+    // The first two bytes of the four entries of 128 bits, then the last two, which are unpacked each into one vector.
+    const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+    const __m512i codes = _mm512_shuffle_epi8((__m512i)quads, order);
+    const auto look_up = [&](const uint8_t* bytes) {  // the highest bit of an index is not looked at
+        return _mm512_permutex2var_epi8(_mm512_load_si512(bytes), codes, _mm512_load_si512(bytes + 64));
+    };
+    const __m512i signs = _mm512_and_si512(codes, _mm512_set1_epi8(int8_t(0x80)));
+    const __m512i upper = _mm512_or_si512(look_up(FP8_BYTES.upper), signs), lower = look_up(FP8_BYTES.lower);
+    first = (bits)_mm512_unpacklo_epi8(lower, upper);
+    last = (bits)_mm512_unpackhi_epi8(lower, upper);
+}
 #else
+inline bits pair_of_fp8(bits two) {
     typedef int16_t signed_halves __attribute__((vector_size(W * 4)));
-    const bits two = HALF ? quads >> 16 : quads;
+    constexpr int16_t sign_and_rest = int16_t(0x87f0), bias = (127 - 7) << 7, exponent = 0x7800;
     const signed_halves upper = (signed_halves)((two << 8 & 0xff00) | (two << 16 & 0xff000000u));
-    const signed_halves rest = (upper >> 4) & FP8_SIGN_AND_REST, last = (upper >> 8) & 7;
-    // Of the eight numbers, 2^-9 times `last`: one for each exponent that they have.
+    const signed_halves rest = (upper >> 4) & sign_and_rest, last = (upper >> 8) & 7;
+    // Of the eight numbers without an exponent, 2^-9 times `last`: one for each exponent that they have.
     signed_halves least = (last >= 4) & (int16_t(0x3c00) + ((last - 4) << 5));
     least |= ((last >= 2) & (last < 4)) & (int16_t(0x3b80) + ((last - 2) << 6));
     least |= (last == 1) & int16_t(0x3b00);
-    const signed_halves is_least = (upper & FP8_EXPONENT) == 0;
-    const signed_halves number = (is_least & least) | (~is_least & (rest + FP8_BIAS));
-    return (bits)(number | (upper & int16_t(0x8000)));
-#endif
+    const signed_halves is_least = (upper & exponent) == 0, is_nan = (upper & 0x7f00) == 0x7f00;
+    const signed_halves number = (is_least & least) | (~is_least & (rest + bias));
+    return (bits)(number | (upper & int16_t(0x8000)) | (is_nan & 0x7fc0));
 }
+inline void pairs_of_fp8(bits quads, bits& first, bits& last) { first = pair_of_fp8(quads), last = pair_of_fp8(quads >> 16); }
+#endif
 
 // Rows of entries [count][WIDTH] as rows of pairs [2 * count][WIDTH], of the first `num_vectors` vectors. What follows is
 // prefetched in the order of its addresses.
@@ -61,10 +77,11 @@ inline void widen_fp8(const uint32_t* from, int64_t count, int64_t num_vectors, 
     auto next = reinterpret_cast<const char*>(following);
     for (int64_t row = 0; row < count; ++row, from += WIDTH, to += 2 * WIDTH)
         for (int64_t i = 0; i < num_vectors; ++i) {
-            const bits quads = load_bits(from + W * i), first = pairs_of_fp8<0>(quads), last = pairs_of_fp8<1>(quads);
-            if (W == 16 || i % 2 == 0) InOrder{next}(nullptr);
-            std::memcpy(to + W * i, &first, sizeof(bits));
-            std::memcpy(to + WIDTH + W * i, &last, sizeof(bits));
+            bits first, last;
+            pairs_of_fp8(load_bits(from + W * i), first, last);
+            if (W == 16 || i % 2 == 0) NextCodes{next}(nullptr);
+            std::memcpy(to + W * i, &first, sizeof(first));
+            std::memcpy(to + WIDTH + W * i, &last, sizeof(last));
         }
 }
 
@@ -94,14 +111,62 @@ struct Fp8Pools {
 
 struct Fp8Pairs {
     alignas(64) uint32_t keys[PAIRS * TILE], values[TILE / 2 * HEAD_SIZE];
+    bool is_used;
 };
 
-// Tiles of codes, multiplied as `Pairs` multiply theirs (Bf16Tiles, WidePairs).
+#if defined(__AVX512BF16__)
+// As `multiply` of bf16.h, of `count` rows of entries, each of which is two pairs.
+template <int N, int C>
+inline void multiply_fp8(const uint32_t* left, int64_t left_stride, const uint32_t* entries, int64_t stride, int64_t count,
+                         __m512 (&out)[N][C], NextCodes ahead) {
+    for (int64_t row = 0; row < count; ++row, entries += stride, left += 2) {
+        bits pairs[2][C];
+        for (int i = 0; i < C; ++i) {
+            pairs_of_fp8(load_bits(entries + W * i), pairs[0][i], pairs[1][i]);
+            ahead(nullptr);
+        }
+        for (int half = 0; half < 2; ++half)
+            for (int n = 0; n < N; ++n) {
+                const __m512bh y = (__m512bh)_mm512_set1_epi32(int(left[n * left_stride + half]));
+                for (int i = 0; i < C; ++i) out[n][i] = _mm512_dpbf16_ps(out[n][i], y, (__m512bh)pairs[half][i]);
+            }
+    }
+}
+
+// As `score_queries` and `weigh_queries`.
+template <int N, int C>
+inline void score_fp8(const uint32_t* q, const uint32_t* keys, const uint32_t* following, float* scores) {
+    auto next = reinterpret_cast<const char*>(following);
+    in_vectors<C, std::min(C, N > 4 ? 2 : 4)>([&]<int V>(int i) {
+        __m512 s[N][V] = {};
+        multiply_fp8<N, V>(q, PAIRS, keys + W * i, TILE, HEAD_SIZE / 4, s, NextCodes{next});
+        for (int n = 0; n < N; ++n)
+            for (int v = 0; v < V; ++v) _mm512_store_ps(scores + n * TILE + W * (i + v), s[n][v]);
+    });
+}
+template <int N>
+inline void weigh_fp8(const uint32_t* weights, const uint32_t* values, int64_t count, const uint32_t* following,
+                      const float* scale, float* acc) {
+    auto next = reinterpret_cast<const char*>(following);
+    in_vectors<HEAD_SIZE / W, std::min(HEAD_SIZE / W, N > 4 ? 2 : 4)>([&]<int V>(int i) {
+        __m512 a[N][V];
+        const auto place = [&](int n, int v) { return acc + n * HEAD_SIZE + W * (i + v); };
+        for (int n = 0; n < N; ++n)
+            for (int v = 0; v < V; ++v) a[n][v] = _mm512_mul_ps(_mm512_loadu_ps(place(n, v)), _mm512_set1_ps(scale[n]));
+        multiply_fp8<N, V>(weights, TILE / 2, values + W * i, HEAD_SIZE, count, a, NextCodes{next});
+        for (int n = 0; n < N; ++n)
+            for (int v = 0; v < V; ++v) _mm512_storeu_ps(place(n, v), a[n][v]);
+    });
+}
+#endif
+
+// Tiles of codes, multiplied as `Pairs` multiply theirs (Bf16Tiles, WidePairs): widened in registers for a few queries where there
+// are enough of them, else in the L1 cache once for all.
 template <typename Pairs>
 struct Fp8Tiles : Fp8Pools {
     using Left = typename Pairs::Left;
     static constexpr int MOST_ROWS = Pairs::MOST_ROWS;
-    static constexpr bool has_registers = Pairs::has_registers;
+    static constexpr bool has_registers = Pairs::has_registers, WIDENS_IN_REGISTERS = !std::is_same_v<Pairs, WidePairs>;
     Fp8Pairs* widened;
 
     ::Tile pairs_of(const Tile& tile) const {
@@ -115,14 +180,19 @@ struct Fp8Tiles : Fp8Pools {
         widen_fp8<HEAD_SIZE>(values, TILE / 4, HEAD_SIZE / W, tile.values + values_ahead, widened->values);
         return {widened->keys + lane / LANES * LANES, widened->values + lane / 2 * HEAD_SIZE, 0, 0, 0, 0};
     }
-    void begin_keys(const Tile& tile, int64_t, int64_t ahead) const {
-        widen_fp8<TILE>(tile.keys, HEAD_SIZE / 4, (tile.high + W - 1) / W, tile.keys + ahead, widened->keys);
+    void begin_keys(const Tile& tile, int64_t num_queries, int64_t ahead) const {
+        widened->is_used = !WIDENS_IN_REGISTERS || num_queries > MOST_ROWS;
+        if (widened->is_used)
+            widen_fp8<TILE>(tile.keys, HEAD_SIZE / 4, (tile.high + W - 1) / W, tile.keys + ahead, widened->keys);
     }
     void begin_values(const Tile& tile, int64_t ahead) const {
-        widen_fp8<HEAD_SIZE>(tile.values, tile.num_groups, HEAD_SIZE / W, tile.values + ahead, widened->values);
+        if (widened->is_used)
+            widen_fp8<HEAD_SIZE>(tile.values, tile.num_groups, HEAD_SIZE / W, tile.values + ahead, widened->values);
     }
     template <int N, int C>
-    void score(const Left* q, const Tile& tile, int64_t, float* scores) const {
+    void score(const Left* q, const Tile& tile, int64_t ahead, float* scores) const {
+        if constexpr (WIDENS_IN_REGISTERS)
+            if (!widened->is_used) return score_fp8<N, C>(q, tile.keys, tile.keys + ahead, scores);
         Pairs{}.template score<N, C>(q, pairs_of(tile), 0, scores);
     }
     template <int C, typename Weights>
@@ -131,7 +201,10 @@ struct Fp8Tiles : Fp8Pools {
         Pairs{}.template soften<C>(pairs_of(tile), scores, from, to, factor, maximum, total, scale, weights, sums);
     }
     template <int N, typename Weights>
-    void weigh(const Weights* weights, const Tile& tile, int64_t, const float* scale, float* acc) const {
+    void weigh(const Weights* weights, const Tile& tile, int64_t ahead, const float* scale, float* acc) const {
+        if constexpr (WIDENS_IN_REGISTERS)
+            if (!widened->is_used)
+                return weigh_fp8<N>(weights + 2 * tile.first_group, tile.values, tile.num_groups, tile.values + ahead, scale, acc);
         Pairs{}.template weigh<N>(weights, pairs_of(tile), 0, scale, acc);
     }
 };

@@ -63,6 +63,11 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
     int64_t own[MAX_QUERIES];  // the queries' positions
     for (int64_t m = 0; m < M; ++m) own[m] = p.own_position(task, m);
     constexpr bool may_be_in_registers = requires { tiles.registers(); };
+    constexpr bool softens_four = requires { &Tiles::soften_four; };
+    const auto sees_all = [&](int64_t own, int64_t position) {
+        const auto [from, to] = p.seen_from(own, position, TILE);
+        return to - from == TILE;
+    };
     const bool has_registers = Tiles::has_registers && p.is_prefill() && may_use_tiles();
     amx::Registers registers;
     if (has_registers) registers.load(SIDE);
@@ -91,6 +96,12 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
             score.template operator()<C>();
             for (int64_t m = 0; m < M; ++m) {
                 const auto [from, to] = p.seen_from(own[m], position, count);
+                if constexpr (softens_four)
+                    if (m + 4 <= M && !mass.data && to - from == TILE && sees_all(own[m + 3], position)) {
+                        tiles.soften_four(tile, x.scores + m * TILE, factor, maximum + m, total + m, x.scale + m, x.weights_of(m));
+                        m += 3;
+                        continue;
+                    }
                 tiles.template soften<C>(tile, x.scores + m * TILE, tile.low + from, tile.low + to, factor, maximum + m,
                                          total + m, x.scale + m, x.weights_of(m), mass.data ? mass.of(m) + met : nullptr);
                 if (mass.data) mass.rescale(m, met, x.scale[m]);  // one vector holds one block of keys

@@ -144,7 +144,7 @@ struct WidePairs : PairPools {
         auto next = reinterpret_cast<const char*>(tile.keys + ahead);
         in_vectors<C * LANES / W, vectors_of(N)>([&]<int V>(int i) {
             vec s[N][V] = {};
-            multiply(::Left{q, HEAD_SIZE, 1}, tile.keys + W * i, TILE, PAIRS, s, InOrder{next});
+            multiply(::Left{q, HEAD_SIZE, 1}, tile.keys + W * i, TILE, PAIRS, s, InOrder<>{next});
             for (int n = 0; n < N; ++n)
                 for (int v = 0; v < V; ++v) store(scores + n * TILE + W * (i + v), s[n][v]);
         });
@@ -164,7 +164,7 @@ struct WidePairs : PairPools {
             vec a[N][V];
             for (int n = 0; n < N; ++n)
                 for (int v = 0; v < V; ++v) a[n][v] = load(acc + n * HEAD_SIZE + W * (i + v)) * scale[n];
-            multiply(left, tile.values + W * i, HEAD_SIZE, tile.num_groups, a, InOrder{next});
+            multiply(left, tile.values + W * i, HEAD_SIZE, tile.num_groups, a, InOrder<>{next});
             for (int n = 0; n < N; ++n)
                 for (int v = 0; v < V; ++v) store(acc + n * HEAD_SIZE + W * (i + v), a[n][v]);
         });

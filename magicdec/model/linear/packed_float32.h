@@ -176,14 +176,14 @@ inline void multiply_chunk(const Chunk& chunk, const Weights& weights, float* su
         if constexpr (Expands<Weights>)
             if (chunk.rows > Weights::MOST) {
                 alignas(64) float panel[INPUTS * WIDTH];
-                weights.expand(first, count, InOrder{next}, panel);
+                weights.expand(first, count, InOrder<>{next}, panel);
                 add_panel(chunk, Panel{panel, first}, count, sums);
                 continue;
             }
         chunk.template for_groups<most_rows<Weights>()>(first, sums, [&]<int n>(int64_t g, Left rows, float* to) {
             if constexpr (!Expands<Weights>)
                 if (g > chunk.from) return add_products<n>(weights, rows, first, count, NotAhead{}, to);
-            add_products<n>(weights, rows, first, count, InOrder{next}, to);
+            add_products<n>(weights, rows, first, count, InOrder<>{next}, to);
         });
     }
 }

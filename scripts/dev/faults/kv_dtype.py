@@ -134,8 +134,8 @@ PROPERTIES = (
             Fault(
                 "the last two numbers of an entry are its first",
                 "attention/cpp/native_fp8.h",
-                "last = pairs_of_fp8<1>(quads);",
-                "last = pairs_of_fp8<0>(quads);",
+                "std::memcpy(to + WIDTH + W * i, &last, sizeof(last));",
+                "std::memcpy(to + WIDTH + W * i, &first, sizeof(last));",
             ),
             Fault(
                 "weights lie a pair of values further",
@@ -170,8 +170,8 @@ PROPERTIES = (
             Fault(
                 "the least numbers are zeros",
                 "attention/cpp/native_fp8.h",
-                "FP8_LEAST[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};",
-                "FP8_LEAST[32] = {};",
+                "code = uint32_t(std::lrint(magnitude * (1 / LEAST)));",
+                "code = 0;",
             ),
             Fault(
                 "what is too large is no number",
@@ -206,13 +206,13 @@ PROPERTIES = (
         (
             Fault(
                 "weights are rounded by the scales of values that a query does not see",
-                "attention/cpp/native_codes.h",
+                "attention/cpp/native_codes_softmax.h",
                 "(lane + W * i >= int(from)) & (lane + W * i < int(to)) ? x[i] : vec{}",
                 "x[i]",
             ),
             Fault(
                 "a query has the rounded scales of the query before",
-                "attention/cpp/native_codes.h",
+                "attention/cpp/native_codes_softmax.h",
                 "tile == of.values && from == first && to == end",
                 "tile == of.values",
             ),
@@ -243,7 +243,7 @@ PROPERTIES = (
             ),
             Fault(
                 "weights have one integer",
-                "attention/cpp/native_codes.h",
+                "attention/cpp/native_codes_softmax.h",
                 "            if (TERMS == 1) continue;\n",
                 "            continue;\n",
             ),
