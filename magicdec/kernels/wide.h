@@ -117,8 +117,11 @@ inline integers add_pair_products(integers sums, bits w, int32_t x) {
     return (integers)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)w, _mm512_set1_epi32(x));
 #else
     sums += pair_products(w, x);
-#if defined(__AVX__)
-    asm("" : "+x"(sums));  // integers may be regrouped, and the products then need registers that there are not
+    // Integers may be regrouped, and the products then need registers that there are not.
+#if defined(__AVX512F__)
+    asm("" : "+v"(sums));
+#elif defined(__AVX__)
+    asm("" : "+x"(sums));
 #endif
     return sums;
 #endif

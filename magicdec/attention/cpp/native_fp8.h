@@ -1,6 +1,6 @@
 // The FP8 storage of the KV pools (e4m3, without scales, as other programs store it), and attention over it. Every such number is
-// a bfloat16 number: tiles are widened to pairs (native_tile.h) in the L1 cache, once for all queries of a task, and are
-// multiplied as those of bfloat16 pools are, with the same bits.
+// a bfloat16 number: tiles are widened to pairs (native_tile.h), in registers for a few queries or once for all in the L1
+// cache, and are multiplied as those of bfloat16 pools are, with the same bits.
 //
 // A tile of TILE tokens of a head (Float8 of kv/layout.py) has TILE * HEAD_SIZE codes. An entry holds four: keys are stored as
 // [four dimensions][token], values as [four tokens][dimension].

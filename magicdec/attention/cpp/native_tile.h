@@ -48,7 +48,8 @@ inline void by_vectors(int64_t count, Body body) {
 
 // Like attend_piece of native_float32.h, but the queries are not scaled. `Tiles` knows a storage and how to multiply it:
 // the tile `at` a slot, `score`, `soften` (scores to weights) and `weigh` (the weighted sum of values). Its `Left` operands
-// are queries [queries][Kernel::QUERY_SIZE] and weights. It may have `registers`, which score and weigh for all queries.
+// are queries [queries][Kernel::QUERY_SIZE] and weights. It may have `registers`, which score and weigh for all queries,
+// and `soften_four`, for four adjacent queries that see all of a whole tile.
 template <typename Kernel, typename Tiles, typename Scratch>
 inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& task, const Segment* segments,
                             const typename Tiles::Pool* k_pool, const typename Tiles::Pool* v_pool,
@@ -98,7 +99,8 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
                 const auto [from, to] = p.seen_from(own[m], position, count);
                 if constexpr (softens_four)
                     if (m + 4 <= M && !mass.data && to - from == TILE && sees_all(own[m + 3], position)) {
-                        tiles.soften_four(tile, x.scores + m * TILE, factor, maximum + m, total + m, x.scale + m, x.weights_of(m));
+                        tiles.soften_four(tile, x.scores + m * TILE, factor, maximum + m, total + m, x.scale + m,
+                                          x.weights_of(m));
                         m += 3;
                         continue;
                     }
