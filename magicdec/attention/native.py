@@ -11,12 +11,7 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.config.capabilities import MOST_WATCHED, Capabilities, HeadSizes
-from magicdec.kernels.build import (
-    PREFILL_FROM,
-    SHARED_HEADERS,
-    load_library,
-    share_openmp,
-)
+from magicdec.kernels.build import PREFILL_FROM, SHARED_HEADERS, load_library, share_openmp
 from magicdec.kv.layout import CODED, PLAIN, TILE, TILED, KVLayout
 from magicdec.kv.view import KVView
 

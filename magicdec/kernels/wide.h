@@ -89,7 +89,8 @@ struct Ahead {
     int64_t entries;
     void operator()(const uint32_t* loaded) const { __builtin_prefetch(loaded + entries); }
 };
-template <int CACHE = 2>  // L1 has too few buffers for many bytes that are under way
+// `InOrder` does so into the L2 cache, since L1 has too few buffers for much that is under way, or into another.
+template <int CACHE = 2>
 struct InOrder {
     const char*& at;
     explicit InOrder(const char*& at) : at(at) {}

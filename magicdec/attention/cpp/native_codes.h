@@ -44,6 +44,7 @@ struct CodedQuery {
     float step;
 };
 
+// Not inlined, as `soften_wide`.
 template <typename Form, typename S>
 __attribute__((noinline)) void round_query(const S* from, CodedQuery<Form>* to) {
     float numbers[2 * Form::KEY_PAIRS] = {}, most = LEAST_MOST;

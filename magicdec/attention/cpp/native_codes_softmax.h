@@ -48,6 +48,7 @@ struct ValueScales {
     }
 
 private:
+    // Not inlined, as `soften_wide`.
     template <typename Scale>
     __attribute__((noinline)) void find_group(const Scale* scales, int g) {
         typedef int32_t lanes __attribute__((vector_size(W * 4)));

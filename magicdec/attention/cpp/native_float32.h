@@ -1,5 +1,5 @@
-// The float32 storage of native.cpp, on every CPU. Every sum over d or over keys is a chain of `fused`, the
-// same for one query as for several at once.
+// The float32 storage of native.cpp, on every CPU. Every sum over d or over keys is a chain of `fused`, the same
+// for one query as for several at once.
 
 // Horizontal sums of four vectors at once, into out[0..3].
 inline eight fold(vec v) {

@@ -22,20 +22,25 @@ inline uint8_t to_fp8(S number) {
     return uint8_t(sign | code);
 }
 
+constexpr int16_t FP8_NAN = 0x7fc0;  // as bfloat16
+
+// The bfloat16 number of a code without its sign. Those without an exponent are 2^-9 times the rest.
+constexpr uint16_t number_of_fp8(int code) {
+    const int exponent = code >> 3, rest = code & 7, digits = rest > 3 ? 3 : rest > 1 ? 2 : rest;
+    if (code == 0) return 0;
+    if (code == 127) return FP8_NAN;
+    if (exponent == 0) return uint16_t(((127 - 10 + digits) << 7) + ((rest << (4 - digits) & 7) << 4));
+    return uint16_t(((127 - 7 + exponent) << 7) + (rest << 4));
+}
+
 // The first two codes of each entry as pairs of bfloat16, and the last two.
 #if defined(__AVX512VBMI__)
-// The bytes of the bfloat16 numbers of all codes without their signs.
 struct Fp8Bytes {
     alignas(64) uint8_t upper[128], lower[128];
     constexpr Fp8Bytes() : upper(), lower() {
         for (int code = 0; code < 128; ++code) {
-            const int exponent = code >> 3, rest = code & 7, digits = rest > 3 ? 3 : rest > 1 ? 2 : rest;
-            int number = ((127 - 7 + exponent) << 7) + (rest << 4);
-            if (exponent == 0 && rest > 0) number = ((127 - 10 + digits) << 7) + ((rest << (4 - digits) & 7) << 4);
-            if (code == 0) number = 0;
-            if (code == 127) number = 0x7fc0;  // NaN
-            upper[code] = uint8_t(number >> 8);
-            lower[code] = uint8_t(number);
+            upper[code] = uint8_t(number_of_fp8(code) >> 8);
+            lower[code] = uint8_t(number_of_fp8(code));
         }
     }
 };
@@ -53,6 +58,31 @@ inline void pairs_of_fp8(bits quads, bits& first, bits& last) {
     first = (bits)_mm512_unpacklo_epi8(lower, upper);
     last = (bits)_mm512_unpackhi_epi8(lower, upper);
 }
+#elif defined(__AVX512BW__)
+struct Fp8Least {
+    alignas(64) uint16_t numbers[32];
+    constexpr Fp8Least() : numbers() {
+        for (int rest = 0; rest < 8; ++rest) numbers[rest] = number_of_fp8(rest);
+    }
+};
+static constexpr Fp8Least FP8_LEAST;
+
+inline void pairs_of_fp8(bits quads, bits& first, bits& last) {
+    const auto widen = [&](__m128i order) {
+        const __m512i upper = _mm512_shuffle_epi8((__m512i)quads, _mm512_broadcast_i32x4(order));  // codes, each above a byte of 0
+        const __m512i rest = _mm512_and_si512(_mm512_srai_epi16(upper, 4), _mm512_set1_epi16(int16_t(0x87f0)));
+        const __m512i magnitude = _mm512_set1_epi16(0x7f00);
+        const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(_mm512_and_si512(upper, magnitude), magnitude);
+        const __mmask32 is_least = _mm512_testn_epi16_mask(upper, _mm512_set1_epi16(0x7800));
+        __m512i number = _mm512_add_epi16(rest, _mm512_set1_epi16((127 - 7) << 7));
+        number = _mm512_mask_mov_epi16(number, is_nan, _mm512_set1_epi16(FP8_NAN));
+        const __m512i least = _mm512_load_si512(FP8_LEAST.numbers);
+        number = _mm512_mask_permutexvar_epi16(number, is_least, _mm512_srli_epi16(upper, 8), least);
+        return (bits)_mm512_or_si512(number, _mm512_and_si512(upper, _mm512_set1_epi16(int16_t(0x8000))));
+    };
+    first = widen(_mm_setr_epi8(-1, 0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13));
+    last = widen(_mm_setr_epi8(-1, 2, -1, 3, -1, 6, -1, 7, -1, 10, -1, 11, -1, 14, -1, 15));
+}
 #else
 inline bits pair_of_fp8(bits two) {
     typedef int16_t signed_halves __attribute__((vector_size(W * 4)));
@@ -65,7 +95,7 @@ inline bits pair_of_fp8(bits two) {
     least |= (last == 1) & int16_t(0x3b00);
     const signed_halves is_least = (upper & exponent) == 0, is_nan = (upper & 0x7f00) == 0x7f00;
     const signed_halves number = (is_least & least) | (~is_least & (rest + bias));
-    return (bits)(number | (upper & int16_t(0x8000)) | (is_nan & 0x7fc0));
+    return (bits)(number | (upper & int16_t(0x8000)) | (is_nan & FP8_NAN));
 }
 inline void pairs_of_fp8(bits quads, bits& first, bits& last) { first = pair_of_fp8(quads), last = pair_of_fp8(quads >> 16); }
 #endif
@@ -133,11 +163,14 @@ inline void multiply_fp8(const uint32_t* left, int64_t left_stride, const uint32
     }
 }
 
+// Vectors whose sums for N queries fit into registers beside their pairs.
+constexpr int fp8_vectors(int N) { return N > 4 ? 2 : 4; }
+
 // As `score_queries` and `weigh_queries`.
 template <int N, int C>
 inline void score_fp8(const uint32_t* q, const uint32_t* keys, const uint32_t* following, float* scores) {
     auto next = reinterpret_cast<const char*>(following);
-    in_vectors<C, std::min(C, N > 4 ? 2 : 4)>([&]<int V>(int i) {
+    in_vectors<C, std::min(C, fp8_vectors(N))>([&]<int V>(int i) {
         __m512 s[N][V] = {};
         multiply_fp8<N, V>(q, PAIRS, keys + W * i, TILE, HEAD_SIZE / 4, s, NextCodes{next});
         for (int n = 0; n < N; ++n)
@@ -148,7 +181,7 @@ template <int N>
 inline void weigh_fp8(const uint32_t* weights, const uint32_t* values, int64_t count, const uint32_t* following,
                       const float* scale, float* acc) {
     auto next = reinterpret_cast<const char*>(following);
-    in_vectors<HEAD_SIZE / W, std::min(HEAD_SIZE / W, N > 4 ? 2 : 4)>([&]<int V>(int i) {
+    in_vectors<HEAD_SIZE / W, std::min(HEAD_SIZE / W, fp8_vectors(N))>([&]<int V>(int i) {
         __m512 a[N][V];
         const auto place = [&](int n, int v) { return acc + n * HEAD_SIZE + W * (i + v); };
         for (int n = 0; n < N; ++n)

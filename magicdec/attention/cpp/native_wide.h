@@ -114,8 +114,8 @@ inline float soften(const float* scores, int64_t from, int64_t to, float factor,
 inline bool is_whole(int64_t from, int64_t to) { return from <= 0 && to >= TILE; }
 
 // The same in place. Not inlined, which would be no faster and take longer to compile.
-__attribute__((noinline)) void soften_wide(float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total, float* scale,
-                        float* sums) {
+__attribute__((noinline)) void soften_wide(float* scores, int64_t from, int64_t to, float factor, float* maximum,
+                                           float* total, float* scale, float* sums) {
     vec weights[TILE / W];
     if (is_whole(from, to))
         soften<true>(scores, from, to, factor, maximum, total, scale, sums, weights);
