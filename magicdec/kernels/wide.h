@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -128,18 +129,25 @@ inline integers add_pair_products(integers sums, bits w, int32_t x) {
 #endif
 }
 
-// 2^x for x <= 0, in place: a polynomial (Taylor series of 2^f on [-1/2, 1/2], relative error 2e-7) times a power of two; below
-// 2^-126 the result is at most 2^-126. The chains of N vectors go in step, since a CPU looks ahead over few operations that wait.
+// 2^x for x <= 0, in place: a polynomial times a power of two; below 2^-126 the result is at most 2^-126. Polynomials are of the
+// least relative error of those that are exactly 1 at 0: 2e-7 with rounding. The chains of N vectors go in step, since a CPU looks
+// ahead over few operations that wait.
 template <int N>
 inline void exp2_each(vec (&x)[N]) {
     vec y[N];
-#if defined(__AVX512F__)
-    __m512 nearest[N];
+    const auto polynomial = [&](float first, std::initializer_list<float> others) {
+        for (int i = 0; i < N; ++i) y[i] = broadcast(first);
+        for (const float c : others)
+            for (int i = 0; i < N; ++i) y[i] = fused(y[i], x[i], broadcast(c));
+    };
+#if defined(__AVX512DQ__)
+    __m512 whole[N];
     for (int i = 0; i < N; ++i) {
-        nearest[i] = _mm512_roundscale_ps((__m512)x[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        x[i] -= (vec)nearest[i];
-        y[i] = broadcast(1.5403530e-4f);
+        whole[i] = (__m512)x[i];
+        x[i] = (vec)_mm512_reduce_ps(whole[i], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x less the integer below
     }
+    polynomial(1.86714530e-3f, {9.01699346e-3f, 5.57999462e-2f, 2.40164444e-1f, 6.93151295e-1f, 1.0f});
+    for (int i = 0; i < N; ++i) x[i] = (vec)_mm512_scalef_ps((__m512)y[i], whole[i]);  // times 2 to the power of that integer
 #else
     typedef int32_t signed_bits __attribute__((vector_size(W * 4)));
     signed_bits nearest[N];
@@ -147,14 +155,8 @@ inline void exp2_each(vec (&x)[N]) {
         x[i] = larger(x[i], broadcast(-126.0f));
         nearest[i] = __builtin_convertvector(x[i] - 0.5f, signed_bits);  // rounds towards zero
         x[i] -= __builtin_convertvector(nearest[i], vec);
-        y[i] = broadcast(1.5403530e-4f);
     }
-#endif
-    for (const float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
-        for (int i = 0; i < N; ++i) y[i] = fused(y[i], x[i], broadcast(c));
-#if defined(__AVX512F__)
-    for (int i = 0; i < N; ++i) x[i] = (vec)_mm512_scalef_ps((__m512)y[i], nearest[i]);
-#else
+    polynomial(1.32647203e-3f, {9.67151299e-3f, 5.55073395e-2f, 2.40222424e-1f, 6.93147004e-1f, 1.0f});
     for (int i = 0; i < N; ++i) x[i] = (vec)((bits)y[i] + ((bits)nearest[i] << 23));
 #endif
 }

@@ -58,10 +58,8 @@ public:
     float soften(int64_t m, int64_t groups, int64_t from, int64_t to, float* maximum, float* total, float* sums) const {
         float scale;
         by_vectors(groups * GROUP, [&]<int C>() {
-            __m512 w[4];
-            to_weights<C>(scores + m * TILE, from, to, LOG2_E / std::sqrt(float(HEAD_SIZE)), maximum, total, &scale, w);
-            store_weights<C>(w, weights + m * TILE / 2);
-            if (sums) store_sums<C>(w, sums);
+            soften_to_pairs<C>(scores + m * TILE, from, to, LOG2_E / std::sqrt(float(HEAD_SIZE)), maximum, total, &scale,
+                               weights + m * TILE / 2, sums);
         });
         if (scale != 1.0f)
             for (int d = 0; d < HEAD_SIZE; ++d) acc[m * HEAD_SIZE + d] *= scale;

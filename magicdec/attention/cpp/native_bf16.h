@@ -52,10 +52,12 @@ struct Bf16Tiles : PairPools {
     template <int C>
     void soften(const Tile&, const float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
                 float* scale, uint32_t* weights, float* sums) const {
-        __m512 w[4];
-        to_weights<C>(scores, from, to, factor, maximum, total, scale, w);
-        store_weights<C>(w, weights);
-        if (sums) store_sums<C>(w, sums);
+        soften_to_pairs<C>(scores, from, to, factor, maximum, total, scale, weights, sums);
+    }
+    void soften_fours(const Tile&, const float* scores, int64_t count, float factor, float* maximum, float* total, float* scale,
+                      uint32_t* weights) const {
+        ::soften_fours(scores, count, factor, maximum, total, scale,
+                       [&](int64_t m, const vec* w) { store_weights(w, weights + m * TILE / 2); });
     }
     template <int N>
     void weigh(const uint32_t* weights, const Tile& tile, int64_t ahead, const float* scale, float* acc) const {

@@ -144,11 +144,11 @@ struct CodedTiles : Form {
     }
 
 #if defined(__AVX512F__)
-    // Of four adjacent queries that see all of a whole tile.
-    void soften_four(const Tile& tile, const float* scores, float factor, float* maximum, float* total, float* scale,
-                     CodedWeights<Form>* weights) const {
+    void soften_fours(const Tile& tile, const float* scores, int64_t count, float factor, float* maximum, float* total,
+                      float* scale, CodedWeights<Form>* weights) const {
         scratch->value_scales.find(tile, 0, TILE);
-        soften_four_codes(scores, factor, maximum, total, scale, scratch->value_scales, weights);
+        for (int64_t m = 0; m < count; m += 4)
+            soften_four_codes(scores + m * TILE, factor, maximum + m, total + m, scale + m, scratch->value_scales, weights + m);
     }
 #endif
 

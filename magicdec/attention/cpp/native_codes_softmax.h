@@ -68,7 +68,7 @@ private:
 
 // Weights times the shares of values, as integers.
 template <typename Form>
-inline void round_weights(const vec (&weights)[TILE / W], const ValueScales<Form>& scales, CodedWeights<Form>* to_weights) {
+inline void round_weights(const vec* weights, const ValueScales<Form>& scales, CodedWeights<Form>* to_weights) {
     for (int g = 0; g < Form::NUM_SCALES; ++g) {
         const float* shares = scales.shares[g];
         for (int i = 0; i < TILE / W; i += 2) {
@@ -109,62 +109,15 @@ __attribute__((noinline)) void soften_codes(const float* scores, int64_t from, i
 }
 
 #if defined(__AVX512F__)
-// Of four queries' numbers, that of query n in lanes 4 n .. 4 n + 3; and one of these parts in all lanes.
-inline vec load_each(const float* p) {
-    const __m512i places = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    return (vec)_mm512_permutexvar_ps(places, _mm512_castps128_ps512(_mm_loadu_ps(p)));
-}
-inline void store_each(float* p, vec x) {
-    const __m512i places = _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
-    _mm_storeu_ps(p, _mm512_castps512_ps128(_mm512_permutexvar_ps(places, (__m512)x)));
-}
-template <int n>
-inline vec in_all_lanes(vec x) { return (vec)_mm512_shuffle_f32x4((__m512)x, (__m512)x, n * 0b01010101); }
-template <int place>
-inline vec of_each_part(vec x) { return (vec)_mm512_permute_ps((__m512)x, place); }
-
-// What `across` finds in each of four vectors, combined in the same order.
-template <typename Combine>
-inline vec across_each(const vec (&x)[4], Combine combine) {
-    const auto join = [&]<int first, int second>(vec a, vec b) {
-        return combine((vec)_mm512_shuffle_f32x4((__m512)a, (__m512)b, first), (vec)_mm512_shuffle_f32x4((__m512)a, (__m512)b, second));
-    };
-    const vec halves[] = {join.template operator()<0x44, 0xee>(x[0], x[1]), join.template operator()<0x44, 0xee>(x[2], x[3])};
-    const vec quarters = join.template operator()<0x88, 0xdd>(halves[0], halves[1]);
-    const vec pairs = combine(quarters, of_each_part<0b01001110>(quarters));
-    return combine(pairs, of_each_part<0b10110001>(pairs));
-}
-
-// As `soften_codes`, with the same bits, for four adjacent queries that see all lanes: they wait for their chains together. A query
-// that has NaN has it in all scores, and in its total: with AVX-512 `exp2_each` does not drop it.
+// As `soften_codes`, with the same bits, for four adjacent queries that see all lanes.
 template <typename Form>
 inline void soften_four_codes(const float* scores, float factor, float* maximum, float* total, float* scale,
                               const ValueScales<Form>& scales, CodedWeights<Form>* to_weights) {
-    constexpr int V = TILE / W;
-    const auto score = [&](int n, int i) { return load(scores + n * TILE + W * i) * factor; };
-    vec tops[4], sums[4], weights[4][V];
-    for (int n = 0; n < 4; ++n) {
-        tops[n] = broadcast(HIDDEN);
-        for (int i = 0; i < V; ++i) tops[n] = larger(tops[n], score(n, i));
-    }
-    const vec before = load_each(maximum), here = across_each(tops, larger), highest = larger(before, here);
-    // Place 0 of each part is the factor of earlier sums, and place 1 the largest weight.
-    const __m512 edges = _mm512_mask_sub_ps((__m512)(before - highest), 0x2222, (__m512)here, (__m512)highest);
-    const vec found = exp2_wide((vec)edges), factors = of_each_part<0>(found);
-    unrolled<4>([&]<int n>() {
-        for (int i = 0; i < V; ++i) weights[n][i] = score(n, i) - in_all_lanes<n>(highest);
-        exp2_each(weights[n]);
-        sums[n] = vec{};
-        for (int i = 0; i < V; ++i) sums[n] += weights[n][i];
-    });
-    const vec added = across_each(sums, [](vec a, vec b) { return a + b; });
-    store_each(total, load_each(total) * factors + added);
-    store_each(maximum, highest);
-    store_each(scale, factors);
-    const vec most = larger(of_each_part<0b01010101>(found), broadcast(LEAST_MOST)), inverse = broadcast(MOST_STEPS) / most;
-    unrolled<4>([&]<int n>() {
-        for (int i = 0; i < V; ++i) weights[n][i] *= in_all_lanes<n>(inverse);
-        round_weights(weights[n], scales, to_weights + n);
+    const vec most = larger(raise_four(scores, factor, maximum, scale), broadcast(LEAST_MOST));
+    const vec inverse = broadcast(MOST_STEPS) / most;
+    weigh_four(scores, factor, maximum, total, scale, [&]<int n>(vec* weights) {
+        for (int i = 0; i < TILE / W; ++i) weights[i] *= in_all_lanes<n>(inverse);
+        round_weights(weights, scales, to_weights + n);
     });
     for (int g = 0; g < Form::NUM_SCALES; ++g) {
         float steps[4];

@@ -233,6 +233,13 @@ struct Fp8Tiles : Fp8Pools {
                 float* scale, Weights* weights, float* sums) const {
         Pairs{}.template soften<C>(pairs_of(tile), scores, from, to, factor, maximum, total, scale, weights, sums);
     }
+#if defined(__AVX512F__)
+    template <typename Weights>
+    void soften_fours(const Tile& tile, float* scores, int64_t count, float factor, float* maximum, float* total, float* scale,
+                      Weights* weights) const {
+        Pairs{}.soften_fours(pairs_of(tile), scores, count, factor, maximum, total, scale, weights);
+    }
+#endif
     template <int N, typename Weights>
     void weigh(const Weights* weights, const Tile& tile, int64_t ahead, const float* scale, float* acc) const {
         if constexpr (WIDENS_IN_REGISTERS)

@@ -109,9 +109,7 @@ struct Problem {
 inline int64_t tile_end(int64_t position) { return position / TILE * TILE + TILE; }
 
 #include "native_float32.h"
-#if defined(__AVX512BF16__)
 #include "native_softmax.h"
-#endif
 #include "native_tile.h"
 #if defined(__AVX512BF16__)
 #include "native_bf16.h"

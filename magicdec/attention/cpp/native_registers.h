@@ -59,21 +59,40 @@ inline void weigh_in_registers(int64_t M, const uint32_t* weights, const Tile& t
     }
 }
 
-// 2^x for x <= 0, to a relative error of 3e-6, which the weights' 8 bits do not show. Cheaper than `exp2_negative`.
+// 2^x for x <= 0, to a relative error of 3e-6, which the weights' 8 bits do not show. Cheaper than `exp2_each`.
 inline __m512 exp2_short(__m512 x) {
     x = _mm512_max_ps(x, _mm512_set1_ps(-126.0f));
     const __m512i n = _mm512_cvtps_epi32(x);
     const __m512 f = _mm512_sub_ps(x, _mm512_cvtepi32_ps(n));
-    __m512 y = _mm512_set1_ps(1.3333558e-3f);
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(9.6181291e-3f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.5504109e-2f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.4022651e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.9314718e-1f));
+    __m512 y = _mm512_set1_ps(9.58285388e-3f);
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.59064262e-2f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.40240991e-1f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.93124175e-1f));
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
     return (__m512)_mm512_add_epi32((__m512i)y, _mm512_slli_epi32(n, 23));
 }
 
-// As `to_weights` and `store_weights`, for four adjacent queries that see every key of the tile.
+// The sum of each of four vectors, in order.
+inline __m128 sum_each(const __m512 (&w)[4]) {
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(w[0], w[1]), _mm512_unpackhi_ps(w[0], w[1]));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(w[2], w[3]), _mm512_unpackhi_ps(w[2], w[3]));
+    const __m512 all = _mm512_add_ps(
+        (__m512)_mm512_unpacklo_pd((__m512d)ab, (__m512d)cd), (__m512)_mm512_unpackhi_pd((__m512d)ab, (__m512d)cd));
+    const __m128 low = _mm_add_ps(_mm512_extractf32x4_ps(all, 0), _mm512_extractf32x4_ps(all, 1));
+    return _mm_add_ps(low, _mm_add_ps(_mm512_extractf32x4_ps(all, 2), _mm512_extractf32x4_ps(all, 3)));
+}
+
+// The largest number of each of four vectors, in order.
+inline __m128 max_each(const __m512 (&w)[4]) {
+    const __m512 ab = _mm512_max_ps(_mm512_unpacklo_ps(w[0], w[1]), _mm512_unpackhi_ps(w[0], w[1]));
+    const __m512 cd = _mm512_max_ps(_mm512_unpacklo_ps(w[2], w[3]), _mm512_unpackhi_ps(w[2], w[3]));
+    const __m512 all = _mm512_max_ps(
+        (__m512)_mm512_unpacklo_pd((__m512d)ab, (__m512d)cd), (__m512)_mm512_unpackhi_pd((__m512d)ab, (__m512d)cd));
+    const __m128 low = _mm_max_ps(_mm512_extractf32x4_ps(all, 0), _mm512_extractf32x4_ps(all, 1));
+    return _mm_max_ps(low, _mm_max_ps(_mm512_extractf32x4_ps(all, 2), _mm512_extractf32x4_ps(all, 3)));
+}
+
+// As `soften_to_pairs`, for four adjacent queries that see every key of the tile.
 inline void to_four_weights(const float* scores, float factor, float* maximum, float* total, float* scale,
                             uint32_t* weights) {
     __m512 tops[4], sums[4];
@@ -92,7 +111,7 @@ inline void to_four_weights(const float* scores, float factor, float* maximum, f
         for (int i = 0; i < 4; ++i)
             w[i] = exp2_short(_mm512_fmsub_ps(_mm512_load_ps(scores + n * TILE + 16 * i), times, shift));
         sums[n] = _mm512_add_ps(_mm512_add_ps(w[0], w[1]), _mm512_add_ps(w[2], w[3]));
-        store_weights<4>(w, weights + n * TILE / 2);
+        store_weights(w, weights + n * TILE / 2);
     }
     _mm_storeu_ps(total, _mm_add_ps(_mm_mul_ps(_mm_loadu_ps(total), _mm_loadu_ps(scale)), sum_each(sums)));
 }
@@ -132,9 +151,8 @@ inline void add_in_registers(const Problem& p, const Task& task, const Tile& par
             to_lone_weights(scores, factor, maximum + m, total + m, x.scale + m, x.weights_of(m));
         } else {
             const auto [from, to] = p.seen(task, m, position, count);
-            __m512 w[4];
-            to_weights<4>(scores, lane + from, lane + to, factor, maximum + m, total + m, x.scale + m, w);
-            store_weights<4>(w, x.weights_of(m));
+            soften_to_pairs<4>(scores, lane + from, lane + to, factor, maximum + m, total + m, x.scale + m, x.weights_of(m),
+                               nullptr);
         }
     }
     weigh_in_registers(M, x.weights_of(0), whole, x.scale, acc);

@@ -48,8 +48,8 @@ inline void by_vectors(int64_t count, Body body) {
 
 // Like attend_piece of native_float32.h, but the queries are not scaled. `Tiles` knows a storage and how to multiply it:
 // the tile `at` a slot, `score`, `soften` (scores to weights) and `weigh` (the weighted sum of values). Its `Left` operands
-// are queries [queries][Kernel::QUERY_SIZE] and weights. It may have `registers`, which score and weigh for all queries,
-// and `soften_four`, for four adjacent queries that see all of a whole tile.
+// are queries [queries][Kernel::QUERY_SIZE] and weights. It may have `registers`, which score and weigh for all queries.
+// With AVX-512 it has `soften_fours`, for adjacent queries that see all of a whole tile, a multiple of four.
 template <typename Kernel, typename Tiles, typename Scratch>
 inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& task, const Segment* segments,
                             const typename Tiles::Pool* k_pool, const typename Tiles::Pool* v_pool,
@@ -64,7 +64,6 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
     int64_t own[MAX_QUERIES];  // the queries' positions
     for (int64_t m = 0; m < M; ++m) own[m] = p.own_position(task, m);
     constexpr bool may_be_in_registers = requires { tiles.registers(); };
-    constexpr bool softens_four = requires { &Tiles::soften_four; };
     const auto sees_all = [&](int64_t own, int64_t position) {
         const auto [from, to] = p.seen_from(own, position, TILE);
         return to - from == TILE;
@@ -97,13 +96,17 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
             score.template operator()<C>();
             for (int64_t m = 0; m < M; ++m) {
                 const auto [from, to] = p.seen_from(own[m], position, count);
-                if constexpr (softens_four)
-                    if (m + 4 <= M && !mass.data && to - from == TILE && sees_all(own[m + 3], position)) {
-                        tiles.soften_four(tile, x.scores + m * TILE, factor, maximum + m, total + m, x.scale + m,
-                                          x.weights_of(m));
-                        m += 3;
+                if constexpr (W == 16) {
+                    int64_t fours = 0;
+                    if (!mass.data && to - from == TILE)
+                        while (m + fours + 4 <= M && sees_all(own[m + fours + 3], position)) fours += 4;
+                    if (fours > 0) {
+                        tiles.soften_fours(tile, x.scores + m * TILE, fours, factor, maximum + m, total + m, x.scale + m,
+                                           x.weights_of(m));
+                        m += fours - 1;
                         continue;
                     }
+                }
                 tiles.template soften<C>(tile, x.scores + m * TILE, tile.low + from, tile.low + to, factor, maximum + m,
                                          total + m, x.scale + m, x.weights_of(m), mass.data ? mass.of(m) + met : nullptr);
                 if (mass.data) mass.rescale(m, met, x.scale[m]);  // one vector holds one block of keys

@@ -67,53 +67,7 @@ struct WideScratch {
     float* weights_of(int64_t query) { return scores + query * TILE; }
 };
 
-// Softmax of one query's scores for a tile: weights of the visible lanes [from, to), relative to the running `maximum`, and
-// zeros in the others. Updates `maximum` and `total`; `scale` is the factor for earlier sums, and `sums` get the weights' sums
-// by LANES keys, or are null. Returns the largest weight. `IS_WHOLE`: all lanes are visible.
-template <bool IS_WHOLE>
-inline float soften(const float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
-                    float* scale, float* sums, vec (&weights)[TILE / W]) {
-    constexpr int V = TILE / W;
-    typedef int32_t lanes __attribute__((vector_size(W * 4)));
-    vec top = broadcast(HIDDEN), sum = {};
-    lanes lane, seen[V];
-    for (int i = 0; i < W; ++i) lane[i] = i;
-    for (int i = 0; i < V; ++i) {
-        weights[i] = load(scores + W * i) * factor;
-        if (!IS_WHOLE) {
-            seen[i] = (lane + W * i >= int(from)) & (lane + W * i < int(to));
-            weights[i] = seen[i] ? weights[i] : broadcast(HIDDEN);
-        }
-        top = larger(top, weights[i]);
-    }
-    const float here = max_across(top), highest = std::max(*maximum, here);
-    for (int i = 0; i < V; ++i) {
-        weights[i] = exp2_wide(weights[i] - highest);
-        if (!IS_WHOLE) weights[i] = seen[i] ? weights[i] : vec{};
-        sum += weights[i];  // vectors that are not seen change no bit
-    }
-    // Mostly the maximum stays. Then the factor is exactly 1.
-    vec edges = broadcast(*maximum - highest);
-    edges[1] = here - highest;
-    edges = exp2_wide(edges);
-    *scale = edges[0];
-    *total = *total * *scale + sum_across(sum);
-    // Vectors drop NaN. A query that has one, or an infinity, has no finite score.
-    if (from < to && !is_finite(scores[std::max(from, int64_t(0))])) *total = not_a_number();
-    *maximum = highest;
-    if (sums)
-        for (int i = 0; i < TILE / LANES && LANES * i < to; ++i) {
-            vec part = weights[i * LANES / W];
-            for (int j = 1; j < LANES / W; ++j) part += weights[i * LANES / W + j];
-            sums[i] = sum_across(part);
-        }
-    return edges[1];
-}
-
-// Whether a query sees all lanes, which mostly is the case.
-inline bool is_whole(int64_t from, int64_t to) { return from <= 0 && to >= TILE; }
-
-// The same in place. Not inlined, which would be no faster and take longer to compile.
+// `soften` in place. Not inlined, which would be no faster and take longer to compile.
 __attribute__((noinline)) void soften_wide(float* scores, int64_t from, int64_t to, float factor, float* maximum,
                                            float* total, float* scale, float* sums) {
     vec weights[TILE / W];
@@ -155,6 +109,14 @@ struct WidePairs : PairPools {
                 float* scale, float*, float* sums) const {
         soften_wide(scores, from, to, factor, maximum, total, scale, sums);
     }
+#if defined(__AVX512F__)
+    void soften_fours(const Tile&, float* scores, int64_t count, float factor, float* maximum, float* total, float* scale,
+                      float*) const {
+        ::soften_fours(scores, count, factor, maximum, total, scale, [&](int64_t m, const vec* w) {
+            for (int i = 0; i < TILE / W; ++i) store(scores + m * TILE + W * i, w[i]);
+        });
+    }
+#endif
 
     template <int N>
     void weigh(const float* weights, const Tile& tile, int64_t ahead, const float* scale, float* acc) const {
