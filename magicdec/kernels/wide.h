@@ -129,9 +129,9 @@ inline integers add_pair_products(integers sums, bits w, int32_t x) {
 #endif
 }
 
-// 2^x for x <= 0, in place: a polynomial times a power of two; below 2^-126 the result is at most 2^-126. Polynomials are of the
-// least relative error of those that are exactly 1 at 0: 2e-7 with rounding. The chains of N vectors go in step, since a CPU looks
-// ahead over few operations that wait.
+// 2^x for x <= 0, in place: a polynomial times a power of two; below 2^-126 the result is at most 2^-126. The polynomial is that
+// of its degree with the least relative error among those that are 1 at 0, 2e-7 with rounding. The chains of N vectors go in
+// step, since a CPU looks ahead over few operations that wait.
 template <int N>
 inline void exp2_each(vec (&x)[N]) {
     vec y[N];

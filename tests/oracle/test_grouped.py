@@ -36,7 +36,7 @@ ALL_FORMATS = [
 ]
 FORMATS = [ALL_FORMATS[index] for index in sorted(covering([*map(asdict, ALL_FORMATS)], 2))]
 FEW_FORMATS = [ALL_FORMATS[index] for index in sorted(covering([*map(asdict, ALL_FORMATS)], 1))]
-ROWS = (1, 2, 3, 4, 7, 13, 40)
+ROWS = (1, 2, 3, 4, 7, 11, 13, 50)
 
 
 def make_numbers(shape: tuple[int, int], kind: NumberFormat, seed: int = 0) -> GroupedNumbers:
@@ -134,6 +134,17 @@ def test_rounded_activations_give_sums_of_integers(
             assert torch.equal(layer(x), out)
         monkeypatch.setattr(packed, "library", lambda: libraries[-1])
         torch.testing.assert_close(layer(x), out, rtol=2**-7 if dtype == BF16 else 1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rounds", [False, True], ids=["exact", "rounded"])
+def test_more_rows_than_stay_in_a_cache_are_the_same_rows(rounds: bool) -> None:
+    """4 MiB are 2,048 rows of bytes, and 512 of float32."""
+    numbers = make_numbers((97, 2048), FEW_FORMATS[0])
+    layer = PackedLinear(numbers, rounds=rounds)
+    x = torch.randn(2100, 2048)
+    out = layer(x)
+    for rows in (slice(0, 7), slice(500, 530), slice(2040, 2100)):
+        assert torch.equal(layer(x[rows]), out[rows])
 
 
 @pytest.mark.narrow("pairs")

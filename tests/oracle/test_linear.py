@@ -111,6 +111,18 @@ def test_a_prefill_equals_torch_too(
         assert (out.double() - expected).abs().max() <= expected.abs().max() * 2**-7
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_more_rows_than_stay_in_a_cache_equal_torch(dtype: torch.dtype) -> None:
+    """4 MiB are 1,024 rows of bfloat16, and 512 of float32; the last ones are fewer."""
+    torch.manual_seed(0)
+    weight = torch.randn(130, 2048).to(dtype)
+    x = torch.randn(1100, 2048).to(dtype)
+    out = PackedLinear(weight)(x)
+    expected = F.linear(x.double(), weight.double())
+    bound = 2**-18 if dtype == F32 else 2**-7
+    assert (out.double() - expected).abs().max() <= expected.abs().max() * bound
+
+
 def test_packed_refuses_what_it_cannot_hold() -> None:
     with pytest.raises(ValueError, match="--linear packed needs bfloat16 or float32 weights, not"):
         PackedLinear(torch.randn(4, 4).half())

@@ -147,8 +147,7 @@ struct CodedTiles : Form {
     void soften_fours(const Tile& tile, const float* scores, int64_t count, float factor, float* maximum, float* total,
                       float* scale, CodedWeights<Form>* weights) const {
         scratch->value_scales.find(tile, 0, TILE);
-        for (int64_t m = 0; m < count; m += 4)
-            soften_four_codes(scores + m * TILE, factor, maximum + m, total + m, scale + m, scratch->value_scales, weights + m);
+        soften_fours_codes(scores, count, factor, maximum, total, scale, scratch->value_scales, weights);
     }
 #endif
 

@@ -109,20 +109,24 @@ __attribute__((noinline)) void soften_codes(const float* scores, int64_t from, i
 }
 
 #if defined(__AVX512F__)
-// As `soften_codes`, with the same bits, for four adjacent queries that see all lanes.
+// As `soften_codes`, with the same bits, for `count` adjacent queries that see all lanes, a multiple of four.
 template <typename Form>
-inline void soften_four_codes(const float* scores, float factor, float* maximum, float* total, float* scale,
-                              const ValueScales<Form>& scales, CodedWeights<Form>* to_weights) {
-    const vec most = larger(raise_four(scores, factor, maximum, scale), broadcast(LEAST_MOST));
-    const vec inverse = broadcast(MOST_STEPS) / most;
-    weigh_four(scores, factor, maximum, total, scale, [&]<int n>(vec* weights) {
-        for (int i = 0; i < TILE / W; ++i) weights[i] *= in_all_lanes<n>(inverse);
-        round_weights(weights, scales, to_weights + n);
-    });
-    for (int g = 0; g < Form::NUM_SCALES; ++g) {
-        float steps[4];
-        store_each(steps, most * (1.0f / MOST_STEPS) * scales.most[g]);
-        for (int n = 0; n < 4; ++n) to_weights[n].steps[g] = steps[n];
+inline void soften_fours_codes(const float* scores, int64_t count, float factor, float* maximum, float* total, float* scale,
+                               const ValueScales<Form>& scales, CodedWeights<Form>* to_weights) {
+    vec largest[MAX_QUERIES / 4];
+    for (int64_t m = 0; m < count; m += 4)
+        largest[m / 4] = larger(raise_four(scores + m * TILE, factor, maximum + m, scale + m), broadcast(LEAST_MOST));
+    for (int64_t m = 0; m < count; m += 4) {
+        const vec most = largest[m / 4], inverse = broadcast(MOST_STEPS) / most;
+        weigh_four(scores + m * TILE, factor, maximum + m, total + m, scale + m, [&]<int n>(vec* weights) {
+            for (int i = 0; i < TILE / W; ++i) weights[i] *= in_all_lanes<n>(inverse);
+            round_weights(weights, scales, to_weights + m + n);
+        });
+        for (int g = 0; g < Form::NUM_SCALES; ++g) {
+            float steps[4];
+            store_each(steps, most * (1.0f / MOST_STEPS) * scales.most[g]);
+            for (int n = 0; n < 4; ++n) to_weights[m + n].steps[g] = steps[n];
+        }
     }
 }
 #endif

@@ -4,9 +4,9 @@
 // Whether a query sees all lanes, which mostly is the case.
 inline bool is_whole(int64_t from, int64_t to) { return from <= 0 && to >= TILE; }
 
-// Softmax of one query's scores for V vectors of keys: weights of the visible lanes [from, to), relative to the running `maximum`,
-// and zeros in the others. Updates `maximum` and `total`; `scale` is the factor for earlier sums, and `sums` get the weights' sums
-// by LANES keys, or are null. Returns the largest weight. `IS_WHOLE`: all lanes are visible.
+// Softmax of one query's scores for V vectors of keys: weights of the visible lanes [from, to), relative to the running
+// `maximum`, and zeros in the others. Updates `maximum` and `total`; `scale` is the factor for earlier sums, and `sums` get the
+// weights' sums by LANES keys, or are null. Returns the largest weight. `IS_WHOLE`: all lanes are visible.
 template <bool IS_WHOLE, int V = TILE / W>
 inline float soften(const float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
                     float* scale, float* sums, vec (&weights)[TILE / W]) {
@@ -66,7 +66,8 @@ inline vec of_each_part(vec x) { return (vec)_mm512_permute_ps((__m512)x, place)
 template <typename Combine>
 inline vec across_each(const vec (&x)[4], Combine combine) {
     const auto join = [&]<int first, int second>(vec a, vec b) {
-        return combine((vec)_mm512_shuffle_f32x4((__m512)a, (__m512)b, first), (vec)_mm512_shuffle_f32x4((__m512)a, (__m512)b, second));
+        return combine((vec)_mm512_shuffle_f32x4((__m512)a, (__m512)b, first),
+                       (vec)_mm512_shuffle_f32x4((__m512)a, (__m512)b, second));
     };
     const vec halves[] = {join.template operator()<0x44, 0xee>(x[0], x[1]), join.template operator()<0x44, 0xee>(x[2], x[3])};
     const vec quarters = join.template operator()<0x88, 0xdd>(halves[0], halves[1]);
@@ -74,8 +75,8 @@ inline vec across_each(const vec (&x)[4], Combine combine) {
     return combine(pairs, of_each_part<0b10110001>(pairs));
 }
 
-// `soften` of four adjacent queries that see all lanes, with the same bits, in two steps: chains of several queries then do not wait
-// for each other. A query that has NaN has it in all scores, and in its total: with AVX-512 `exp2_each` does not drop it.
+// `soften` of four adjacent queries that see all lanes, with the same bits, in two steps: chains of several queries then do not
+// wait for each other. A query that has NaN has it in all scores, and in its total: `exp2_each` does not drop it here.
 //
 // The first step raises each `maximum` and sets `scale`. Returns the largest weight of query n in lanes 4 n .. 4 n + 3.
 inline vec raise_four(const float* scores, float factor, float* maximum, float* scale) {
@@ -117,7 +118,8 @@ ALWAYS_INLINE void weigh_four(const float* scores, float factor, const float* ma
 
 // Both steps of `count` queries, a multiple of four. Calls take(m, weights) with those of query m.
 template <typename Take>
-inline void soften_fours(const float* scores, int64_t count, float factor, float* maximum, float* total, float* scale, Take take) {
+inline void soften_fours(const float* scores, int64_t count, float factor, float* maximum, float* total, float* scale,
+                         Take take) {
     for (int64_t m = 0; m < count; m += 4) raise_four(scores + m * TILE, factor, maximum + m, scale + m);
     for (int64_t m = 0; m < count; m += 4)
         weigh_four(scores + m * TILE, factor, maximum + m, total + m, scale + m,

@@ -53,7 +53,8 @@ inline void by_vectors(int64_t count, Body body) {
 template <typename Kernel, typename Tiles, typename Scratch>
 inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& task, const Segment* segments,
                             const typename Tiles::Pool* k_pool, const typename Tiles::Pool* v_pool,
-                            const typename Tiles::Left* q, Scratch& x, float* maximum, float* total, float* acc, const Mass& mass) {
+                            const typename Tiles::Left* q, Scratch& x, float* maximum, float* total, float* acc,
+                            const Mass& mass) {
     const int64_t M = task.num_queries, head = task.head * p.block_size;
     int64_t read = 0, met = 0;  // keys read, and blocks of keys processed for `mass`
     const float factor = LOG2_E / std::sqrt(float(HEAD_SIZE));

@@ -5,6 +5,7 @@
 #pragma once
 #include "../../kernels/bf16.h"
 #include "../../kernels/team.h"
+#include "block_order.h"
 
 namespace {
 
@@ -37,19 +38,24 @@ void product(const uint32_t* x, int64_t x_stride, const uint32_t* block, int64_t
     finish<N, 4>(sums, bias, width, out, out_stride);
 }
 
-// Calls body(first row, rows, block, out [rows][WIDTH]) for chunks of at most MOST of R rows and blocks of N output channels,
-// distributed over threads, and writes to out [R, N].
+// Calls body(first row, rows, block, out [rows][WIDTH]) for chunks of at most MOST of R rows of K inputs and blocks of N output
+// channels, distributed over threads, and writes to out [R, N].
 template <int64_t MOST, typename Body>
-inline void for_blocks(int64_t R, int64_t N, uint16_t* out, Body body) {
-    const int64_t blocks = (N + WIDTH - 1) / WIDTH, chunks = (R + MOST - 1) / MOST;
+inline void for_blocks(int64_t R, int64_t N, int64_t K, uint16_t* out, Body body) {
+    const BlockOrder order((N + WIDTH - 1) / WIDTH, (R + MOST - 1) / MOST, MOST * K * sizeof(uint16_t));
     alignas(64) uint16_t results[MOST * WIDTH];
-    const auto rows = [&](int64_t part) { return std::min(MOST, R - part % chunks * MOST); };
+    const auto rows = [&](int64_t chunk) { return std::min(MOST, R - chunk * MOST); };
     share(
-        blocks * chunks, [&](int64_t part) { body(part % chunks * MOST, rows(part), part / chunks, results); },
-        [&](int64_t part) {
-            const int64_t column = part / chunks * WIDTH, width = std::min<int64_t>(WIDTH, N - column);
-            uint16_t* to = out + part % chunks * MOST * N + column;
-            for (int64_t r = 0; r < rows(part); ++r) std::copy_n(results + r * WIDTH, width, to + r * N);
+        order.count(),
+        [&](int64_t i) {
+            const auto [block, chunk] = order[i];
+            body(chunk * MOST, rows(chunk), block, results);
+        },
+        [&](int64_t i) {
+            const auto [block, chunk] = order[i];
+            const int64_t column = block * WIDTH, width = std::min<int64_t>(WIDTH, N - column);
+            uint16_t* to = out + chunk * MOST * N + column;
+            for (int64_t r = 0; r < rows(chunk); ++r) std::copy_n(results + r * WIDTH, width, to + r * N);
         });
 }
 
@@ -66,7 +72,7 @@ inline void linear_bf16(const uint16_t* x, int64_t R, const uint32_t* packed, in
     if (amx_serves(K)) return linear_amx(x, R, packed, N, K, bias, out);
 #endif
     const int64_t pairs = K / 2;
-    for_blocks<CHUNK>(R, N, out, [&](int64_t first, int64_t count, int64_t block, uint16_t* to) {
+    for_blocks<CHUNK>(R, N, K, out, [&](int64_t first, int64_t count, int64_t block, uint16_t* to) {
         const int64_t column = block * WIDTH;
         const uint32_t* rows = reinterpret_cast<const uint32_t*>(x + first * K);
         in_blocks(count, [&]<int rows_here>(int64_t r) {

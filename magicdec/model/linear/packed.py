@@ -32,6 +32,7 @@ LAYER_HEADER = SOURCE.with_name("layer.h")
 HEADERS = (
     LAYER_HEADER,
     SOURCE.with_suffix(".h"),
+    SOURCE.with_name("block_order.h"),
     SOURCE.with_name("packed_float32.h"),
     SOURCE.with_name("packed_amx.h"),
     SOURCE.with_name("packed_groups.h"),

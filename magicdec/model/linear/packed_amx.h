@@ -38,7 +38,7 @@ inline void linear_amx(const uint16_t* x, int64_t R, const uint32_t* packed, int
                        uint16_t* out) {
     const int64_t pairs = K / 2;
     amx::Registers registers;
-    for_blocks<AMX_CHUNK>(R, N, out, [&](int64_t r, int64_t count, int64_t block, uint16_t* to) {
+    for_blocks<AMX_CHUNK>(R, N, K, out, [&](int64_t r, int64_t count, int64_t block, uint16_t* to) {
         const int64_t column = block * WIDTH, width = std::min<int64_t>(WIDTH, N - column);
         const uint32_t *rows = reinterpret_cast<const uint32_t*>(x + r * K), *weights = packed + column * pairs;
         const uint16_t* added = bias ? bias + column : nullptr;

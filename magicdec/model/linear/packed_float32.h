@@ -9,6 +9,7 @@
 
 #include "../../kernels/team.h"
 #include "../../kernels/wide.h"
+#include "block_order.h"
 
 // Numbers without their sign, in their order, as bits: compilers may take comparisons of floats to be of finite ones. From
 // NOT_FINITE on they are infinite or no numbers.
@@ -194,16 +195,18 @@ template <typename Weights, typename S>
 void linear(const S* x, int64_t R, const void* packed, int64_t N, int64_t K, const S* bias, float* room, S* out,
             const int32_t* order = nullptr) {
     interleave(x, R, K, order, room);
-    const int64_t blocks = (N + WIDTH - 1) / WIDTH, chunks = (num_groups(R) + CHUNK - 1) / CHUNK;
+    const BlockOrder parts((N + WIDTH - 1) / WIDTH, (num_groups(R) + CHUNK - 1) / CHUNK, CHUNK * ROWS * K * sizeof(float));
     alignas(64) float sums[CHUNK * ROWS * WIDTH];
     share(
-        blocks * chunks,
-        [&](int64_t part) {
-            multiply_chunk(Chunk(room, R, K, part % chunks, chunks), Weights(packed, K, part / chunks), sums);
+        parts.count(),
+        [&](int64_t i) {
+            const auto [block, chunk] = parts[i];
+            multiply_chunk(Chunk(room, R, K, chunk, parts.chunks), Weights(packed, K, block), sums);
         },
-        [&](int64_t part) {
-            const Chunk chunk(room, R, K, part % chunks, chunks);
-            add_bias_and_store(sums, chunk.begin, chunk.rows, part / chunks, N, bias, out);
+        [&](int64_t i) {
+            const auto [block, part] = parts[i];
+            const Chunk chunk(room, R, K, part, parts.chunks);
+            add_bias_and_store(sums, chunk.begin, chunk.rows, block, N, bias, out);
         });
 }
 

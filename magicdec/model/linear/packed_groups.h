@@ -150,11 +150,11 @@ struct Exact {
     }
 };
 
-constexpr int64_t CHUNK = 32;         // rows that are multiplied by a block of weights together
+constexpr int64_t CHUNK = 48;         // rows that are multiplied by a block of weights together
 constexpr int64_t PART = 32;          // inputs whose products of bytes can be added in 16 bits
 constexpr int64_t NEAR = 2304, FAR = 16384;  // prefetch distances in bytes, into the L1 and the L2 cache
 
-inline void prefetch(const uint32_t* weights) {
+ALWAYS_INLINE void prefetch(const uint32_t* weights) {  // GCC would take it for a function without effects
     __builtin_prefetch((const char*)weights + NEAR, 0, 3);
     __builtin_prefetch((const char*)weights + FAR, 0, 2);
 }
@@ -221,12 +221,13 @@ struct Activations {
     }
 };
 
-// The sums of products of weights without a sign with quads of activations, for W channels. `end` closes a part of PART
-// inputs; `total` adds `zero`.
+// The sums of products of weights without a sign with quads of activations, for W channels, which may begin at another number
+// than 0. `end` closes a part of PART inputs; `total` adds `zero`.
 template <int BITS>
 struct Sums {
 #if defined(__AVX512VNNI__)
     __m512i sum = {};
+    void begin(int32_t zero) { sum = _mm512_set1_epi32(zero); }
     void add(bits w, const int32_t* quad, const int32_t*) {
         sum = _mm512_dpbusd_epi32(sum, (__m512i)w, _mm512_set1_epi32(*quad));
     }
@@ -234,6 +235,7 @@ struct Sums {
     vec total(int32_t zero) const { return (vec)_mm512_cvtepi32_ps(_mm512_add_epi32(sum, _mm512_set1_epi32(zero))); }
 #else
     integers sum = {};
+    void begin(int32_t zero) { sum = integers{} + zero; }
     bits part = {};  // of 4 bits: sums in 16 bits of the products that half of a lane takes
     void add(bits w, const int32_t* quad, const int32_t* pair) {
         if constexpr (BITS == 8) {
@@ -266,14 +268,13 @@ struct Sums {
 constexpr int MOST = W == 16 ? 8 : 4;
 constexpr int vectors(int N) { return W == 16 ? (N <= 4 ? 4 : 2) : N <= 2 ? 4 : 2; }
 
-// sums [WIDTH] += the products of a group, `total`, for W channels from `channel` on, by the scales of both sides.
-inline void add_group(vec total, vec scale, float x_scale, bool has_minimum, vec minimum, float shift, float* sum) {
-    vec out = fused(total, scale * broadcast(x_scale), load(sum));
-    if (has_minimum) out = fused(minimum, broadcast(shift), out);
-    store(sum, out);
+// `sum` plus the products of a group, `total`, for W channels, by the scales of both sides.
+inline vec with_group(vec total, vec scale, float x_scale, bool has_minimum, vec minimum, float shift, vec sum) {
+    sum = fused(total, scale * broadcast(x_scale), sum);
+    return has_minimum ? fused(minimum, broadcast(shift), sum) : sum;
 }
 
-// sums [N][WIDTH] = N rows from `row` on, times a block of weights.
+// sums [N][WIDTH] = N rows from `row` on, times a block of weights, which is read in the order of memory.
 template <int BITS, int N>
 inline void multiply(const Activations& x, const Format& f, int64_t row, const uint32_t* group, float* sums) {
     constexpr int V = vectors(N), QUADS = BITS == 4 ? 2 : 1;  // of an entry
@@ -321,21 +322,99 @@ inline void multiply(const Activations& x, const Format& f, int64_t row, const u
                     const int64_t place = g * x.R + row + n;
                     const vec total = part[n][i].total(x.zeros[place]);
                     float* sum = sums + n * WIDTH + at;
-                    add_group(total, scale, x.scales[place], f.has_minimum, minimum, x.shifts[place], sum);
+                    store(sum, with_group(total, scale, x.scales[place], f.has_minimum, minimum, x.shifts[place], load(sum)));
                 }
             }
         }
     }
 }
 
-// sums [end - row][WIDTH] = the rows from `row` to `end`, times a block of weights.
-template <int BITS>
-inline void multiply_rows(const Activations& x, const Format& f, int64_t row, int64_t end, const uint32_t* block, float* sums) {
-    for (int64_t count; row < end; row += count, sums += count * WIDTH) {
-        const int64_t left = end - row;
-        count = left <= MOST ? left : left < 2 * MOST ? (left + 1) / 2 : MOST;
-        with_count<MOST>(count, [&]<int rows>() { multiply<BITS, rows>(x, f, row, block, sums); });
+// The same of many rows, with AVX-512, and weights that are in a cache: products of N rows and two vectors at a time, whose sums
+// over a group and over all groups both fit into registers. GCC keeps them there if the loop over a part is unrolled. A group has
+// several parts, one, or half of one.
+enum Parts { SEVERAL, ONE, HALF };
+constexpr int MANY = 6;
+template <int BITS, Parts PARTS, int N>
+__attribute__((noinline)) void multiply_many(const Activations& x, const Format& f, int64_t row, const uint32_t* block,
+                                             float* sums) {
+    constexpr int V = 2, QUADS = BITS == 4 ? 2 : 1;
+    constexpr int64_t inputs = PARTS == HALF ? PART / 2 : PART;
+    for (int64_t channel = 0; channel < WIDTH; channel += V * W) {
+        vec out[N][V];
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n)
+#pragma GCC unroll 8
+            for (int i = 0; i < V; ++i) out[n][i] = vec{};
+        const uint32_t* group = block;
+        for (int64_t g = 0; g < x.K / f.group; ++g, group += f.words()) {
+            Sums<BITS> part[N][V];
+            const uint32_t* from = group + f.before() + channel;
+            const int64_t first = row * x.K / 4 + g * f.group / 4;
+            const int32_t *quads = x.quads + first, *pairs = x.pairs + 2 * first;
+            const int64_t place = g * x.R + row;
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n)
+#pragma GCC unroll 8
+                for (int i = 0; i < V; ++i) part[n][i].begin(x.zeros[place + n]);
+            for (int64_t k = 0; k < (PARTS == SEVERAL ? f.group : inputs); k += inputs) {
+#pragma GCC unroll 8
+                for (int e = 0; e < inputs * BITS / 32; ++e, from += WIDTH, quads += QUADS, pairs += 2 * QUADS) {
+                    bits low[V], high[V];
+#pragma GCC unroll 8
+                    for (int i = 0; i < V; ++i) {
+                        low[i] = load_bits(from + i * W);
+                        if constexpr (BITS == 4) {
+                            high[i] = low[i] >> 4 & 0x0f0f0f0f;
+                            low[i] &= 0x0f0f0f0f;
+                        }
+                    }
+#pragma GCC unroll 8
+                    for (int n = 0; n < N; ++n)
+#pragma GCC unroll 8
+                        for (int i = 0; i < V; ++i) {
+                            const int64_t at = n * x.K / 4;
+                            part[n][i].add(low[i], quads + at, pairs + 2 * at);
+                            if constexpr (BITS == 4) part[n][i].add(high[i], quads + at + 1, pairs + 2 * at + 2);
+                        }
+                }
+#pragma GCC unroll 8
+                for (int n = 0; n < N; ++n)
+#pragma GCC unroll 8
+                    for (int i = 0; i < V; ++i) part[n][i].end();
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < V; ++i) {
+                const int64_t at = channel + i * W;
+                const vec scale = scales(f, group, at);
+                const vec minimum = f.has_minimum ? scales(f, group + f.scale_words(), at) : vec{};
+#pragma GCC unroll 8
+                for (int n = 0; n < N; ++n)
+                    out[n][i] = with_group(part[n][i].total(0), scale, x.scales[place + n], f.has_minimum, minimum,
+                                           x.shifts[place + n], out[n][i]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n)
+#pragma GCC unroll 8
+            for (int i = 0; i < V; ++i) store(sums + n * WIDTH + channel + i * W, out[n][i]);
     }
+}
+
+// sums [count][WIDTH] = rows from `row` on, times a block of weights, which the first rows read from memory.
+template <int BITS>
+inline void multiply_rows(const Activations& x, const Format& f, int64_t row, int64_t count, const uint32_t* block, float* sums) {
+    const bool has_many = W == 16 && count > MOST;
+    in_blocks<MOST>(has_many ? MANY : count, [&]<int N>(int64_t r) {
+        multiply<BITS, N>(x, f, row + r, block, sums + r * WIDTH);
+    });
+    if constexpr (W == 16)
+        if (has_many)
+            in_blocks<MANY>(count - MANY, [&]<int N>(int64_t r) {
+                const auto multiply = f.group == PART  ? multiply_many<BITS, ONE, N>
+                                      : f.group < PART ? multiply_many<BITS, HALF, N>
+                                                       : multiply_many<BITS, SEVERAL, N>;
+                multiply(x, f, row + MANY + r, block, sums + (MANY + r) * WIDTH);
+            });
 }
 
 // Rounds the activations x [R, K], in the order of the weights.
@@ -363,17 +442,19 @@ inline void linear_rounded(const S* x, int64_t R, const Weights& w, int64_t N, i
     const Format& f = w.format;
     const Activations rounded(room, R, K, f);
     round_all(x, rounded, w);
-    const int64_t blocks = (N + WIDTH - 1) / WIDTH, chunks = (R + CHUNK - 1) / CHUNK;
+    const BlockOrder order((N + WIDTH - 1) / WIDTH, (R + CHUNK - 1) / CHUNK, CHUNK * K);
     alignas(64) float sums[CHUNK * WIDTH];
     share(
-        blocks * chunks,
-        [&](int64_t part) {
-            const int64_t row = part % chunks * CHUNK;
-            multiply_rows<BITS>(rounded, f, row, std::min(R, row + CHUNK), w.block(part / chunks, K), sums);
+        order.count(),
+        [&](int64_t i) {
+            const auto [block, chunk] = order[i];
+            const int64_t row = chunk * CHUNK;
+            multiply_rows<BITS>(rounded, f, row, std::min(CHUNK, R - row), w.block(block, K), sums);
         },
-        [&](int64_t part) {
-            const int64_t row = part % chunks * CHUNK;
-            float32::add_bias_and_store(sums, row, std::min(CHUNK, R - row), part / chunks, N, bias, out);
+        [&](int64_t i) {
+            const auto [block, chunk] = order[i];
+            const int64_t row = chunk * CHUNK;
+            float32::add_bias_and_store(sums, row, std::min(CHUNK, R - row), block, N, bias, out);
         });
 }
 
