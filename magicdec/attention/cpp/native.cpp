@@ -8,8 +8,9 @@
 //
 // native_plan.h plans, native_team.h computes and merges. The arithmetic is in native_float32.h and native_chunk.h (chunks of
 // a prefill) for float32, in native_tile.h and native_wide.h for bfloat16, in native_fp8.h for FP8, and in native_int8.h,
-// native_int4.h, native_codes.h and native_codes_softmax.h for int8 and int4. CPUs with bfloat16 dot products have
-// native_bf16.h, and those with tile registers native_registers.h, native_amx.h and native_codes_amx.h.
+// native_int4.h, native_codes.h and native_codes_softmax.h for int8 and int4; native_softmax.h turns scores into weights. CPUs
+// with bfloat16 dot products have native_bf16.h, and those with tile registers native_registers.h, native_amx.h and
+// native_codes_amx.h.
 //
 // Shapes: B rows, T new tokens, H query heads, G KV heads, D head size; M = T * H/G packed queries, token-major.
 #include "native_received.h"
