@@ -57,7 +57,10 @@ inline vec larger(vec a, vec b) {
 inline void store(uint16_t* p, vec x, int64_t count) {
     const bits wide = (bits)x;
     const half_bits narrow = __builtin_convertvector((wide + 0x7fff + ((wide >> 16) & 1)) >> 16, half_bits);
-    std::memcpy(p, &narrow, count < W ? 2 * count : sizeof(narrow));
+    if (count >= W)
+        std::memcpy(p, &narrow, sizeof(narrow));  // no call, since the size is known
+    else
+        std::memcpy(p, &narrow, 2 * count);
 }
 
 // The sum and the maximum of a vector's lanes.

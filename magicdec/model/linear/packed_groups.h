@@ -159,6 +159,20 @@ ALWAYS_INLINE void prefetch(const uint32_t* weights) {  // GCC would take it for
     __builtin_prefetch((const char*)weights + FAR, 0, 2);
 }
 
+// What `combine` makes of all lanes of a vector of integers, by halves.
+template <typename Vector, typename Combine>
+ALWAYS_INLINE int32_t across_lanes(Vector x, Combine combine) {
+    if constexpr (sizeof(Vector) == sizeof(int32_t)) {
+        return x[0];
+    } else {
+        typedef int32_t half __attribute__((vector_size(sizeof(Vector) / 2)));
+        half low, high;
+        std::memcpy(&low, &x, sizeof(low));
+        std::memcpy(&high, reinterpret_cast<const char*>(&x) + sizeof(low), sizeof(high));
+        return across_lanes(combine(low, high), combine);
+    }
+}
+
 typedef int8_t narrow_integers __attribute__((vector_size(W)));
 
 inline vec widened(const float* x) { return load(x); }
@@ -169,55 +183,66 @@ inline vec widened(const bfloat16* x) {
 }
 
 // Activations of R rows: quads of int8 [R, K / 4]; for each group [K / group, R] the scales, what the sums of products of
-// numbers without a sign lack (`zeros`), and what a minimum is multiplied by (`shifts`). Without products of bytes of 8 bits,
-// `pairs` has the quads in 16 bits, of each quad inputs 0 and 2, then 1 and 3.
+// numbers without a sign lack (`zeros`), and what a minimum is multiplied by (`shifts`). Without products of bytes of 8 bits
+// (VNNI), `pairs` has the quads for weights of 8 bits in 16 bits, of each quad inputs 0 and 2, then 1 and 3.
+#if defined(__AVX512VNNI__)
+constexpr bool HAS_PAIRS = false;
+#else
+constexpr bool HAS_PAIRS = true;
+#endif
 struct Activations {
     int64_t R, K, group, least;
+    bool has_pairs;
     int32_t* quads;
     float* scales;
     int32_t* zeros;
     float* shifts;
     int32_t* pairs;
     Activations(float* room, int64_t R, int64_t K, const Format& f)
-        : R(R), K(K), group(f.group), least(f.least), quads((int32_t*)room), scales(room + R * K / 4),
+        : R(R), K(K), group(f.group), least(f.least), has_pairs(HAS_PAIRS && f.bits == 8), quads((int32_t*)room), scales(room + R * K / 4),
           zeros((int32_t*)scales + R * K / group), shifts((float*)zeros + R * K / group),
           pairs((int32_t*)shifts + R * K / group) {}
 
     template <typename S>
     void round_group(const S* x, int64_t row, int64_t g) const {
+        switch (group) {
+            case 16: return round_numbers<16>(x, row, g);
+            case 32: return round_numbers<32>(x, row, g);
+            case 64: return round_numbers<64>(x, row, g);
+            default: return round_numbers<128>(x, row, g);
+        }
+    }
+
+    template <int GROUP, typename S>
+    void round_numbers(const S* x, int64_t row, int64_t g) const {
         int8_t* out = (int8_t*)quads + row * K + g * group;
-        alignas(64) float numbers[128];
-        bits largest = {};
-        for (int64_t i = 0; i < group; i += W) {
-            const vec number = widened(x + i);
-            store(numbers + i, number);
-            const bits size = (bits)number & 0x7fffffff;
+        vec numbers[GROUP / W];
+        integers largest = {}, total = {};
+        for (int i = 0; i < GROUP / W; ++i) {
+            numbers[i] = widened(x + W * i);
+            const integers size = (integers)((bits)numbers[i] & 0x7fffffff);
             largest = size > largest ? size : largest;
         }
-        uint32_t most_bits = 0;
-        for (int i = 0; i < W; ++i) most_bits = std::max(most_bits, largest[i]);
+        const uint32_t most_bits = across_lanes(largest, [](auto a, auto b) { return a > b ? a : b; });
         const float most = std::bit_cast<float>(most_bits);
-        if (most_bits >= NOT_FINITE) std::fill_n(numbers, group, 0.0f);  // by such a scale every output is no number
-        const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
-        integers total = {};
-        for (int64_t i = 0; i < group; i += W) {
-            const vec number = load(numbers + i);
+        const bool is_number = most_bits < NOT_FINITE;  // by another scale every output is no number
+        const float inverse = most > 0.0f && is_number ? 127.0f / most : 0.0f;
+        for (int i = 0; i < GROUP / W; ++i) {
+            const vec number = is_number ? numbers[i] : vec{};
             const vec half = (vec)(((bits)number & 0x80000000) | std::bit_cast<uint32_t>(0.5f));
             const integers rounded = __builtin_convertvector(fused(number, broadcast(inverse), half), integers);
             total += rounded;
             const auto bytes = __builtin_convertvector(rounded, narrow_integers);
-            std::memcpy(out + i, &bytes, W);
+            std::memcpy(out + W * i, &bytes, W);
         }
-        int32_t sum = 0;
-        for (int i = 0; i < W; ++i) sum += total[i];
+        const int32_t sum = across_lanes(total, [](auto a, auto b) { return a + b; });
         const int64_t place = g * R + row;
         scales[place] = most / 127.0f;
         zeros[place] = int32_t(least) * sum;
         shifts[place] = scales[place] * float(sum);
-#if !defined(__AVX512VNNI__)
+        if (!has_pairs) return;
         int16_t* wide = (int16_t*)pairs + row * K + g * group;
         for (int64_t i = 0; i < group; ++i) wide[i / 4 * 4 + i % 2 * 2 + i / 2 % 2] = out[i];
-#endif
     }
 };
 
