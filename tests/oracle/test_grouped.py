@@ -2,6 +2,7 @@
 weights that the numbers mean; with rounded activations, sums of integers. On every set of
 instructions, in torch and in Triton."""
 
+import math
 from dataclasses import asdict, replace
 from itertools import product
 
@@ -134,6 +135,21 @@ def test_rounded_activations_give_sums_of_integers(
             assert torch.equal(layer(x), out)
         monkeypatch.setattr(packed, "library", lambda: libraries[-1])
         torch.testing.assert_close(layer(x), out, rtol=2**-7 if dtype == BF16 else 1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_a_row_that_is_not_finite_has_no_finite_output(
+    number: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = PackedLinear(make_numbers((97, 128), FEW_FORMATS[0]), rounds=True)
+    x = torch.randn(12, 128)
+    x[3, 40] = number
+    for flags in (*FUSED.values(), PORTABLE):
+        found = library(*flags)
+        monkeypatch.setattr(packed, "library", lambda found=found: found)
+        out = layer(x)
+        assert not out[3, 1:].isfinite().any()  # the scales of output 0 are zeros
+        assert out[[0, 1, 2, *range(4, 12)]].isfinite().all()
 
 
 @pytest.mark.parametrize("rounds", [False, True], ids=["exact", "rounded"])
