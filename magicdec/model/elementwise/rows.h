@@ -28,21 +28,24 @@ inline void rms_norm_row(const S* x, const S* weight, float eps, int64_t width, 
     for (int64_t i = 0; i < width; ++i) store(out + i, to_float(x[i]) * scale * to_float(weight[i]));
 }
 
+// Pairs of numbers, each STEP further on, to the angles of `cosine` and `sine`. A constant step lets the loop become vectors.
+template <int STEP, typename S>
+ALWAYS_INLINE void rotate_pairs(S* __restrict first, S* __restrict second, const float* __restrict cosine,
+                                const float* __restrict sine, int64_t pairs) {
+    for (int64_t i = 0; i < pairs; ++i) {
+        const float a = to_float(first[i * STEP]), b = to_float(second[i * STEP]);
+        store(first + i * STEP, a * cosine[i] - b * sine[i]);
+        store(second + i * STEP, b * cosine[i] + a * sine[i]);
+    }
+}
+
 // Rotate in place the first `heads` heads of x [all heads, size] by table [2, pairs] (cos, sin). The two dimensions of a
 // pair are half the rotated dimensions apart, or neighbours if `interleaved`.
 template <typename S>
 inline void rotate_token(S* x, const float* table, int64_t size, int64_t heads, int64_t pairs, bool interleaved) {
-    const int64_t step = interleaved ? 2 : 1, apart = interleaved ? 1 : pairs;
     const float *cosine = table, *sine = table + pairs;
-    for (int64_t head = 0; head < heads; ++head) {
-        S* first = x + head * size;
-        S* second = first + apart;
-        for (int64_t i = 0; i < pairs; ++i) {
-            const float a = to_float(first[i * step]), b = to_float(second[i * step]);
-            store(first + i * step, a * cosine[i] - b * sine[i]);
-            store(second + i * step, b * cosine[i] + a * sine[i]);
-        }
-    }
+    for (int64_t head = 0; head < heads; ++head, x += size)
+        interleaved ? rotate_pairs<2>(x, x + 1, cosine, sine, pairs) : rotate_pairs<1>(x, x + pairs, cosine, sine, pairs);
 }
 
 // out [width] = silu(x[:width]) * x[width:].
