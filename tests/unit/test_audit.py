@@ -278,7 +278,9 @@ def test_what_is_finished_is_kept_if_the_server_fails(audit: Auditing) -> None:
     """It answers garbage with status 200."""
     found = audit("--checks", GREEDY, STATE, fails_after=160)
     assert found.ended.code == 3
-    assert found.status(GREEDY) == "verified" and found.status(STATE) == "failed"
+    # Near ties may be lost to the noise of requests that come to be open together.
+    assert found.status(GREEDY) in ("verified", "verified_with_ties")
+    assert found.status(STATE) == "failed"
     assert "no JSON" in next(c.text for c in found.record.checks if c.name == STATE)
     at_once = audit(fails_after=0)
     assert at_once.ended.code == 2 and len(at_once.records) == 1
