@@ -3,14 +3,12 @@
 #include <algorithm>
 #include <cstdint>
 
-namespace {
-
 // Some chunks are multiplied by all blocks, then the next ones, so that their rows stay in the cache in the meantime.
-constexpr int64_t STAYING = 4 << 20;  // bytes of rows
+constexpr int64_t ROWS_IN_CACHE = 4 << 20;  // bytes
 struct BlockOrder {
     int64_t blocks, chunks, together;
     BlockOrder(int64_t blocks, int64_t chunks, int64_t chunk_bytes)
-        : blocks(blocks), chunks(chunks), together(std::max<int64_t>(1, STAYING / chunk_bytes)) {}
+        : blocks(blocks), chunks(chunks), together(std::max<int64_t>(1, ROWS_IN_CACHE / chunk_bytes)) {}
     int64_t count() const { return blocks * chunks; }
     struct Part { int64_t block, chunk; };
     Part operator[](int64_t i) const {
@@ -20,5 +18,3 @@ struct BlockOrder {
         return {rest / here, first + rest % here};
     }
 };
-
-}  // namespace

@@ -182,14 +182,16 @@ inline vec widened(const bfloat16* x) {
     return (vec)(__builtin_convertvector(narrow, bits) << 16);
 }
 
-// Activations of R rows: quads of int8 [R, K / 4]; for each group [K / group, R] the scales, what the sums of products of
-// numbers without a sign lack (`zeros`), and what a minimum is multiplied by (`shifts`). Without products of bytes of 8 bits
-// (VNNI), `pairs` has the quads for weights of 8 bits in 16 bits, of each quad inputs 0 and 2, then 1 and 3.
+// Whether bytes are multiplied as pairs of 16 bits.
 #if defined(__AVX512VNNI__)
 constexpr bool HAS_PAIRS = false;
 #else
 constexpr bool HAS_PAIRS = true;
 #endif
+
+// Activations of R rows: quads of int8 [R, K / 4]; for each group [K / group, R] the scales, what the sums of products of
+// numbers without a sign lack (`zeros`), and what a minimum is multiplied by (`shifts`). Without products of bytes of 8 bits
+// (VNNI), `pairs` has the quads for weights of 8 bits in 16 bits, of each quad inputs 0 and 2, then 1 and 3.
 struct Activations {
     int64_t R, K, group, least;
     bool has_pairs;
@@ -199,8 +201,9 @@ struct Activations {
     float* shifts;
     int32_t* pairs;
     Activations(float* room, int64_t R, int64_t K, const Format& f)
-        : R(R), K(K), group(f.group), least(f.least), has_pairs(HAS_PAIRS && f.bits == 8), quads((int32_t*)room), scales(room + R * K / 4),
-          zeros((int32_t*)scales + R * K / group), shifts((float*)zeros + R * K / group),
+        : R(R), K(K), group(f.group), least(f.least), has_pairs(HAS_PAIRS && f.bits == 8),
+          quads((int32_t*)room), scales(room + R * K / 4), zeros((int32_t*)scales + R * K / group),
+          shifts((float*)zeros + R * K / group),
           pairs((int32_t*)shifts + R * K / group) {}
 
     template <typename S>
